@@ -1,0 +1,218 @@
+// The flat C surface of libmoonpoly_ort and the layout of a kernel pack.
+//
+// Python (ctypes), the tuner and C++ programs use this header; ONNX Runtime uses only RegisterCustomOps.
+// Every struct here is plain data with fixed-width members and no implicit padding; Python mirrors
+// them in moonpoly_ort/native.py (call structs) and custom_ops/kernels/pack_format.py (pack structs),
+// and tests compare sizes and offsets through mp_struct_size.
+//
+// Conventions: functions return MP_OK or an mp_status; mp_last_error() then gives the text for the
+// calling thread. No function throws. Matrices are row-major; leading dimensions and batch strides
+// count elements; sizes named *_bytes count bytes; times are microseconds.
+#ifndef MOONPOLY_H_
+#define MOONPOLY_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MP_API_VERSION 1
+#define MP_PACK_VERSION 1
+
+typedef enum mp_status {
+  MP_OK = 0,
+  MP_INVALID = 1,      // an argument or a shape is not legal
+  MP_NO_DRIVER = 2,    // libcuda is absent or offers no device
+  MP_BAD_PACK = 3,     // missing, truncated, corrupt, other version, other architecture
+  MP_NO_KERNEL = 4,    // the pack holds no kernel for this problem
+  MP_CUDA = 5,         // a driver call failed
+  MP_INTERNAL = 6
+} mp_status;
+
+typedef enum mp_dtype { MP_F16 = 0, MP_BF16 = 1, MP_F32 = 2 } mp_dtype;
+// How fp32 products are multiplied. fp16 and bf16 problems always say MP_TF32 (the field is ignored).
+typedef enum mp_precision { MP_TF32 = 0, MP_IEEE = 1 } mp_precision;
+// Bias (Gemm's C) by its broadcast: scalar and row and column all fit strides of 0 or 1.
+typedef enum mp_bias { MP_BIAS_NONE = 0, MP_BIAS_VECTOR = 1, MP_BIAS_MATRIX = 2 } mp_bias;
+
+// ---- the problem ---------------------------------------------------------------------------------
+// Y[z] = alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C,   z in [0, batch)
+//   a(z) = (z / a_div) % a_mod, likewise b(z): covers full, absent, inner and outer broadcast.
+//   op(A) is M x K, stored as M rows of lda (trans_a = 0) or K rows of lda (trans_a = 1); B alike.
+//   C is addressed as C[m * bias_stride_m + n * bias_stride_n], the same for every z.
+typedef struct mp_problem {
+  int32_t dtype, precision;  // mp_dtype, mp_precision
+  int32_t trans_a, trans_b;
+  int64_t m, n, k, batch;
+  int64_t lda, ldb, ldc;
+  int64_t a_batch_stride, b_batch_stride, c_batch_stride;
+  int32_t a_div, a_mod, b_div, b_mod;
+  // Largest power of two <= 16 that divides, in bytes: base pointer, row pitch and batch stride.
+  int32_t align_a, align_b, align_c;
+  int32_t bias;  // mp_bias
+  int64_t bias_stride_m, bias_stride_n;
+  float alpha, beta;
+} mp_problem;
+
+// ---- the device ----------------------------------------------------------------------------------
+typedef struct mp_device {
+  char name[64];
+  int32_t sm;  // 90 for compute capability 9.0
+  int32_t sm_count;
+  int32_t shared_per_sm, shared_per_block;  // bytes; the second is the opt-in limit
+  int32_t registers_per_sm, threads_per_sm, blocks_per_sm;
+  int32_t clock_mhz, memory_clock_mhz, memory_bus_bits;
+  int64_t l2_bytes, memory_bytes;
+  double bandwidth_gbps;  // 0: derive from memory clock and bus
+} mp_device;
+
+// ---- the plan ------------------------------------------------------------------------------------
+#define MP_MAX_REGIONS 16
+
+// One launch: rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z) of Y.
+// The kernel sees the region as a problem of its own: operand pointers are moved by the launcher.
+typedef struct mp_region {
+  int32_t kernel;  // index in the pack
+  int32_t split;   // K is cut into this many slices; 1: no workspace used
+  int64_t m0, m, n0, n, z0, z;
+  int64_t grid;    // blocks of the one-dimensional grid
+  int64_t workspace_bytes;  // fp32 partials of this region; 0 when split == 1
+  int64_t counters;         // int32 arrival counters of this region; 0 when split == 1
+  double predicted_us;
+} mp_region;
+
+typedef struct mp_plan {
+  int32_t region_count;
+  int32_t measured;  // 1: costs came from a measured table, 0: analytic model
+  int64_t workspace_bytes;  // the largest over the regions (they run one after another)
+  int64_t counters;
+  double predicted_us;
+  mp_region regions[MP_MAX_REGIONS];
+} mp_plan;
+
+// ---- the pack ------------------------------------------------------------------------------------
+// File: mp_pack_header | mp_kernel[kernel_count] | mp_param lists (int32) | mp_table[table_count] each
+// followed by its mp_cost[kernel_count] | strings | cubins (each 64-byte aligned). Little-endian.
+// A pack without cubins ("catalog", cubin_bytes == 0 everywhere) can plan but not launch.
+
+typedef enum mp_family {
+  MP_GEMM_TMA = 0,      // operands and result through TMA tensor maps; 16-byte aligned, sm_90 and up
+  MP_GEMM_POINTER = 1   // masked loads
+} mp_family;
+
+// A kernel's parameters in order, so that the launcher needs no knowledge of a family's signature.
+// A DESC parameter expands to a 128-byte CUtensorMap, then rank i32 shapes, then rank i64 strides,
+// rank 3: (batch, rows, columns) of the stored matrix.
+typedef enum mp_param {
+  MP_P_DESC_A = 1, MP_P_DESC_B, MP_P_DESC_Y,
+  MP_P_PTR_A, MP_P_PTR_B, MP_P_PTR_Y, MP_P_PTR_BIAS, MP_P_PTR_WORKSPACE, MP_P_PTR_COUNTERS,
+  MP_P_M, MP_P_N, MP_P_K, MP_P_SPLIT,          // i32; M, N of the region
+  MP_P_A_DIV, MP_P_A_MOD, MP_P_B_DIV, MP_P_B_MOD, MP_P_Z0,  // i32; Z0: the region's first batch entry
+  MP_P_LDA, MP_P_LDB, MP_P_LDC,                // i64
+  MP_P_A_BATCH, MP_P_B_BATCH, MP_P_C_BATCH,    // i64
+  MP_P_BIAS_M, MP_P_BIAS_N,                    // i64
+  MP_P_ALPHA, MP_P_BETA,                       // f32
+  MP_P_NULL                                    // a null pointer (Triton's scratch parameters)
+} mp_param;
+
+typedef struct mp_desc_shape {  // how the TMA box of one operand was compiled
+  int32_t box[3];               // elements: batch (1), rows, columns
+  int32_t swizzle;              // Triton's code: 0 none, 1 32 B, 2 64 B, 3 128 B
+} mp_desc_shape;
+
+typedef struct mp_kernel {
+  char name[96];   // unique in the pack, e.g. gemm_tma_f16_nn_128x256x64_w8_s3
+  char entry[64];  // symbol in the cubin
+  int32_t family, dtype, precision;
+  int32_t trans_a, trans_b;
+  int32_t bm, bn, bk;
+  int32_t warps, stages;      // threads per block = 32 * warps
+  int32_t group_m;            // tile rows per L2 swizzle group
+  int32_t split_k;            // 1: compiled with the split-K epilogue (needs split >= 2)
+  int32_t swap;               // 1: computes the transposed tile
+  int32_t bias_matrix;        // 1: takes MP_BIAS_MATRIX too; 0: NONE and VECTOR only
+  int32_t align_a, align_b, align_c;  // least alignment it accepts, bytes (16, 8, 4, 2)
+  int32_t shared_bytes;       // dynamic shared memory
+  int32_t registers;          // per thread; from the compiled code, or an estimate in a catalog
+  int32_t param_offset, param_count;  // into the param list, in int32
+  mp_desc_shape desc[3];      // A, B, Y; zeros when unused
+  int32_t reserved;
+  int64_t cubin_offset, cubin_bytes;  // from the start of the file
+} mp_kernel;
+
+typedef struct mp_cost {  // measured at native occupancy; all zero: not measured, use the analytic model
+  float fixed_us;         // one wave without its K loop: prologue, epilogue
+  float step_us;          // one K step of BK of a full wave
+  float single_step_us;   // one K step when no SM holds more than one block
+  float blocks_per_sm;
+} mp_cost;
+
+typedef struct mp_table {
+  char gpu[64];  // exact device name
+  int32_t sm_count;
+  int32_t reserved;
+  double bandwidth_gbps;  // measured copy bandwidth
+  double launch_us;       // an empty kernel, back to back on one stream
+} mp_table;
+
+typedef struct mp_pack_header {
+  char magic[8];        // "MOONPACK"
+  uint32_t version;     // MP_PACK_VERSION
+  uint32_t sm;          // 90
+  uint64_t file_bytes;  // whole file: a shorter one is truncated
+  uint64_t checksum;    // FNV-1a 64 of everything behind the header
+  uint32_t kernel_count, param_count, table_count, header_bytes;
+  int64_t kernels_offset, params_offset, tables_offset, cubins_offset;
+  char key[64];         // hex SHA-256 of kernel sources, specs, Triton version
+  char triton[32];
+} mp_pack_header;
+
+typedef struct mp_pack mp_pack;
+
+// ---- functions -----------------------------------------------------------------------------------
+int32_t mp_api_version(void);
+const char* mp_last_error(void);
+// Bytes of the struct of that name ("mp_plan"), or -1: lets a binding check itself.
+int32_t mp_struct_size(const char* name);
+
+mp_status mp_pack_open(const char* path, mp_pack** out);  // verifies header, size and checksum
+void mp_pack_close(mp_pack* pack);
+int32_t mp_pack_kernel_count(const mp_pack* pack);
+const mp_kernel* mp_pack_kernel(const mp_pack* pack, int32_t index);
+const mp_pack_header* mp_pack_info(const mp_pack* pack);
+
+mp_status mp_device_count(int32_t* out);
+mp_status mp_device_query(int32_t ordinal, mp_device* out);
+
+// Plans a problem; pure arithmetic, needs no GPU. `only_kernel` >= 0 and `only_split` >= 1 force a choice
+// (tuner, tests); -1 and 0 let the planner choose.
+mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device, const mp_problem* problem,
+                          int32_t only_kernel, int32_t only_split, mp_plan* out);
+
+// Launches a plan on raw device pointers. stream: CUstream. workspace and counters must be at least
+// as large as the plan says; counters must be zero and are left zero.
+typedef struct mp_launcher mp_launcher;  // a pack loaded on one device
+mp_status mp_launcher_create(const mp_pack* pack, int32_t ordinal, mp_launcher** out);
+void mp_launcher_destroy(mp_launcher* launcher);
+mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, const mp_plan* plan, const void* a,
+                    const void* b, const void* bias, void* y, void* workspace, void* counters,
+                    void* stream);
+
+// The interpreter backend: the CPU custom ops call this with host pointers (GIL taken by ctypes).
+// Returns 0, or non-zero after storing an error text in `error` (NUL-terminated, `error_bytes` long).
+typedef int32_t (*mp_interpret_fn)(const mp_problem* problem, const mp_plan* plan, const void* a,
+                                   const void* b, const void* bias, void* y, char* error,
+                                   int32_t error_bytes);
+void mp_set_interpreter(mp_interpret_fn fn);
+
+typedef struct mp_stats {  // since the library was loaded, all sessions
+  int64_t plan_hits, plan_misses, launches;
+  double plan_miss_us_total, plan_miss_us_max;
+} mp_stats;
+void mp_get_stats(mp_stats* out);
+
+#ifdef __cplusplus
+}
+#endif
+#endif  // MOONPOLY_H_
