@@ -234,7 +234,8 @@ void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttr
 void set_alignment(Product* product, const void* a, const void* b, const void* y) {
   mp_problem& p = product->problem;
   const int64_t bytes = element_bytes(p.dtype);
-  uint64_t bits_a = 0, bits_b = 0, bits_y = 0;  // element strides that have to keep the alignment
+  // What has to keep the alignment: strides, and the length of a stored row. Elements.
+  uint64_t bits_a = p.trans_a ? p.m : p.k, bits_b = p.trans_b ? p.k : p.n, bits_y = p.n;
   bits_a |= p.lda | (p.a_mod > 1 ? p.a_batch_stride : 0);
   bits_b |= p.ldb | (p.b_mod > 1 ? p.b_batch_stride : 0);
   bits_y |= p.ldc | (p.batch > 1 ? p.c_batch_stride : 0);

@@ -105,11 +105,13 @@ def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
     return kernels
 
 
-def fnv1a(data: bytes) -> int:
-    value = 0xCBF29CE484222325
-    for byte in data:
-        value = (value ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
-    return value
+def checksum(data: bytes) -> int:
+    data += bytes(-len(data) % 8)
+    total = 0
+    for i in range(len(data) // 8):
+        word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+        total += (word ^ word >> 32) * (2 * i + 0x9E3779B97F4A7C15)
+    return total % 2**64
 
 
 def pack_bytes(
@@ -147,7 +149,7 @@ def pack_bytes(
     body += b"".join(param.to_bytes(4, "little") for param in params) + table_data
     body += bytes(header.cubins_offset - header.header_bytes - len(body)) + cubins
     header.file_bytes = header.header_bytes + len(body)
-    header.checksum = fnv1a(body)
+    header.checksum = checksum(body)
     return bytes(header) + body
 
 
