@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zipfile
 from collections import Counter
@@ -14,6 +13,7 @@ import typer
 
 from .. import dependencies
 from ..errors import DeviceError, InputError, ModelError, OutputError
+from ..files import replacing
 from ..progress import progress
 from .terminal import console, parse_dims, print_json, table
 
@@ -234,23 +234,15 @@ def _open(session: Any, model: Path, **arguments: Any) -> Any:
 
 
 def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes an .npz aside and renames it into place. Raises `OutputError`."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(aside, "w") as archive:
-            for name, value in arrays.items():
-                if not isinstance(value, np.ndarray):
-                    raise OutputError(
-                        f"output {name!r} is a {type(value).__name__}; an .npz holds tensors only"
-                    )
-                array = value.astype(str) if value.dtype == object else value
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-        os.replace(aside, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+    """Writes an .npz, whole or not at all. Raises `OutputError`."""
+    with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, value in arrays.items():
+            if not isinstance(value, np.ndarray):
+                kind = type(value).__name__
+                raise OutputError(f"output {name!r} is a {kind}; an .npz holds tensors only")
+            array = value.astype(str) if value.dtype == object else value
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def explain(
