@@ -126,16 +126,15 @@ def _input_shape(info: ValueInfoProto, sizes: Sizes) -> Shape:
         raise InputError(f"input {info.name!r} has no rank in the model: give its whole shape")
     shape = ()
     for i, dim in enumerate(declared):
-        size: Any = dim.dim_value if dim.HasField("dim_value") else sizes.get(dim.dim_param)
-        if size is None or size == -1:
-            what = (
-                f"symbolic dimension {dim.dim_param!r}"
-                if dim.dim_param
-                else f"unnamed dimension {i}"
-            )
-            how = "a size for it or " if dim.dim_param else ""
+        fixed = dim.HasField("dim_value") and dim.dim_value >= 0  # some exporters write -1
+        size: Any = dim.dim_value if fixed else sizes.get(dim.dim_param)
+        if size is None:
+            name, how = repr(dim.dim_param), "a size for it or "
+            if not dim.dim_param:
+                name, how = str(i), ""
             raise InputError(
-                f"{what} of input {info.name!r} has no size: give {how}the input's whole shape"
+                f"dimension {name} of input {info.name!r} has no size: "
+                f"give {how}the input's whole shape"
             )
         if not isinstance(size, int) or size < 0:
             raise InputError(f"size {size!r} for {dim.dim_param!r} is not a number of 0 or more")

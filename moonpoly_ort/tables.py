@@ -176,6 +176,11 @@ def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
     for folder in reversed(folders()):
         for path in sorted(folder.glob(f"{operation}__*.json")):
             table = load(path)
+            if path.name != file_name(table.gpu, operation):
+                raise TableError(
+                    f"{path} was measured on {table.gpu!r}, so its name must be "
+                    f"{file_name(table.gpu, operation)}. Rename or remove it."
+                )
             if table.sm == sm:
                 tables[table.gpu] = table
     return [tables[gpu] for gpu in sorted(tables)]

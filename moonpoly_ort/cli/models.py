@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import zipfile
 from collections import Counter
@@ -63,10 +64,14 @@ def rewrite(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report, write nothing.")] = False,
 ) -> None:
     """Replace MatMul and Gemm nodes by MoonPoly's ops. The result runs in any ONNX Runtime."""
+    from ..rewriting import list_rules as all_rules
     from ..rewriting import rewrite as rewrite_model
 
     if (target is None) != dry_run:
         raise typer.BadParameter("give either OUT or --dry-run")
+    known = [rule.name for rule in all_rules()]
+    if unknown := sorted({*(rules or ()), *(disable or ())} - set(known)):
+        raise typer.BadParameter(f"no rule {unknown[0]!r}; the rules are {', '.join(known)}")
     result = rewrite_model(
         source, target, static=static, rules=rules or None, disable=disable or ()
     )
@@ -134,6 +139,8 @@ def run(
     dependencies.load("onnxruntime", "running a model")
     from ..session import InferenceSession
 
+    if outputs and not os.access(outputs.absolute().parent, os.W_OK):
+        raise OutputError(f"cannot write {outputs}: its folder is missing or not writable")
     providers = _providers(provider, backend)
     values = _load_inputs(inputs, dim) if inputs else _random_inputs(model, dim, seed)
     session = _open(

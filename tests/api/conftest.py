@@ -13,8 +13,9 @@ from onnx import parser
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables and named packs of the machine must not change a test's outcome."""
+    """Tables and packs of the machine must not change a test's outcome."""
     monkeypatch.setenv("MOONPOLY_TABLES", str(tmp_path_factory.mktemp("tables")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.delenv("MOONPOLY_PACK", raising=False)
 
 

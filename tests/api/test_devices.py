@@ -37,5 +37,5 @@ def test_names_are_unique() -> None:
 
 @pytest.mark.parametrize("name", ["A100", "", "RTX 2080", "4090"])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(DeviceError, match="unknown GPU.*A100-80GB.*H200"):
+    with pytest.raises(DeviceError, match=r"unknown GPU.*A100-80GB.*H200"):
         devices.lookup(name)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moonpoly_ort.custom_ops.kernels.spec import name, specs
 
 from moonpoly_ort import OutputError, TableError, tables
-from moonpoly_ort.custom_ops.kernels.spec import name, specs
 
 KERNELS = [name(spec) for spec in specs(90)[:2]]
 
