@@ -279,22 +279,23 @@ def _externalized(model: onnx.ModelProto, location: str, writer: IO[bytes]) -> o
     """A copy of `model` whose large tensors lie in `writer`, one after the other."""
 
     def move(tensor: onnx.TensorProto, copy: onnx.TensorProto) -> None:
-        if len(tensor.raw_data) < _EXTERNAL_BYTES:
+        data = tensor.raw_data  # protobuf copies it at each access
+        if len(data) < _EXTERNAL_BYTES:
             copy.CopyFrom(tensor)
             return
         writer.write(bytes(-writer.tell() % _ALIGNMENT))
-        for field, value in tensor.ListFields():
-            if field.name == "dims":
-                copy.dims.extend(value)
-            elif field.name == "metadata_props":
-                copy.metadata_props.extend(value)
-            elif field.name != "raw_data":
-                setattr(copy, field.name, value)
+        copy.name, copy.data_type, copy.doc_string = (
+            tensor.name,
+            tensor.data_type,
+            tensor.doc_string,
+        )
+        copy.dims.extend(tensor.dims)
+        copy.metadata_props.extend(tensor.metadata_props)
         copy.data_location = onnx.TensorProto.EXTERNAL
         copy.external_data.add(key="location", value=location)
         copy.external_data.add(key="offset", value=str(writer.tell()))
-        copy.external_data.add(key="length", value=str(len(tensor.raw_data)))
-        writer.write(tensor.raw_data)
+        copy.external_data.add(key="length", value=str(len(data)))
+        writer.write(data)
 
     result = onnx.ModelProto()
     copy_message(model, result, move)
