@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from equivalence import check, op_types, parse, random, refusals, run
 
@@ -53,6 +54,14 @@ def test_names_and_metadata_of_nodes(names: tuple[str, str]) -> None:
 @pytest.mark.parametrize(("before", "after"), [(3, 8), (4, 8), (7, 8), (8, 8), (10, 10)])
 def test_ir_version_is_raised_to_8_only(before: int, after: int) -> None:
     assert check(parse(LINEAR, ir_version=before), FEEDS, taken=1).model.ir_version == after
+
+
+def test_ir_version_3_keeps_its_initializers_constant() -> None:
+    model = parse("g (float[n, 2] a, float[2, 2] w) => (y) { y = MatMul (a, w) }", ir_version=3)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(2, dtype="f"), "w"))
+    result = check(model, {"a": random(3, 2)}, taken=1)
+    session = ort.InferenceSession(result.model.SerializeToString())
+    assert session.get_overridable_initializers() == []
 
 
 def test_model_without_taken_nodes_stays_byte_for_byte() -> None:
