@@ -150,7 +150,7 @@ void Pack::verify_kernel(int index) const {
     const int32_t p = params(k)[i];
     if (p < MP_P_DESC_A || p > MP_P_NULL) refuse(k.name, " has the unknown parameter code ", p);
     arguments += p <= MP_P_DESC_Y ? 7 : 1;
-    if (p > MP_P_DESC_Y) continue;
+    if (p > MP_P_DESC_Y || k.cubin_bytes == 0) continue;  // a catalog has no boxes
     const mp_desc_shape& d = k.desc[p - MP_P_DESC_A];
     for (int32_t box : d.box) {
       if (box < 1 || box > 256) refuse(k.name, " has a TMA box side of ", box, " (1 to 256)");
