@@ -1,1 +1,1 @@
-"""Drivers that validate and measure the project on a GPU; run them as `python -m benchmarks.NAME`."""
+"""Drivers that validate and measure the project on a GPU: `python -m benchmarks.NAME`."""

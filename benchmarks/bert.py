@@ -1,6 +1,6 @@
 """BERT-base with random weights, exported on the spot with batch and length dynamic.
 
-    python -m benchmarks.bert FOLDER        # writes f32.onnx and f16.onnx, then the file `done`
+python -m benchmarks.bert FOLDER        # writes f32.onnx and f16.onnx, then the file `done`
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Chains of MatMul nodes with a dynamic row count: the model that the host-bound figures come from."""
+"""Chains of MatMul nodes with a dynamic row count: the model of the host-bound figures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import onnx
 import torch
@@ -22,12 +23,10 @@ class Chain:
 
     @staticmethod
     def make(sizes: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Chain:
-        """One MatMul for each neighbouring pair of `sizes`; weights keep the scale of their input."""
+        """One MatMul for each neighbouring pair of `sizes`; weights keep their input's scale."""
         generator = torch.Generator().manual_seed(seed)
-        pairs = list(zip(sizes, sizes[1:], strict=False))
-        weights = [
-            (torch.randn(k, n, generator=generator) / k**0.5).to(dtype) for k, n in pairs
-        ]
+        pairs = list(pairwise(sizes))
+        weights = [(torch.randn(k, n, generator=generator) / k**0.5).to(dtype) for k, n in pairs]
         element = ELEMENTS[dtype]
         last = len(pairs) - 1
         nodes, initializers = [], []
@@ -37,16 +36,16 @@ class Chain:
                 helper.make_tensor(f"w{i}", element, list(weight.shape), raw, raw=True)
             )
             source, target = f"h{i}" if i else "x", "y" if i == last else f"h{i + 1}"
-            nodes.append(helper.make_node("MatMul", [source, f"w{i}"], [target], name=f"matmul_{i}"))
+            nodes.append(
+                helper.make_node("MatMul", [source, f"w{i}"], [target], name=f"matmul_{i}")
+            )
         graph = helper.make_graph(
             nodes, "chain",
             [helper.make_tensor_value_info("x", element, ["rows", sizes[0]])],
             [helper.make_tensor_value_info("y", element, ["rows", sizes[-1]])],
             initializers,
         )  # fmt: skip
-        model = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8
-        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
         onnx.checker.check_model(model)
         return Chain(model.SerializeToString(), weights, dtype)
 

@@ -1,4 +1,4 @@
-"""Sections about ONNX Runtime executing our operators: chains, CUDA graphs, threads, devices, times."""
+"""Sections about ONNX Runtime running our operators: chains, graphs, threads, devices, times."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def _chain(
             )  # fmt: skip
             if provider.is_cuda and name != "f32":
                 record.check(
-                    f"{name} M={rows} time per node / ort", ratios[-1] <= RATIO_LIMIT, ratios[-1], RATIO_LIMIT
+                    f"{name} M={rows} time per node / ort",
+                    ratios[-1] <= RATIO_LIMIT,
+                    ratios[-1],
+                    RATIO_LIMIT,
                 )
         record.note(f"{name} geometric mean of ratios", geometric_mean(ratios))
 

@@ -1,4 +1,4 @@
-"""Sections about the kernels: each one by force on awkward shapes, then the planner's own choices."""
+"""Sections about the kernels: each by force on awkward shapes, then the planner's choices."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def kernels(setting: Setting, record: Recorder) -> None:
         tally["launches"] += len(results)
         for result in results:
             if result["faults"]:
-                wrong.setdefault(name, []).append(f"{result['case']}: {', '.join(result['faults'])}")
+                wrong.setdefault(name, []).append(
+                    f"{result['case']}: {', '.join(result['faults'])}"
+                )
             kind = result["kind"]
             worst[kind] = max(worst.get(kind, 0.0), result["share"])
         if tally["kernels"] % 50 == 0:
@@ -101,7 +103,11 @@ def _forced_cases(kernel: native.Kernel) -> Iterator[tuple[Product, int]]:
 
 
 def _check_forced(setting: Setting, kernel: int, product: Product, split: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"case": f"{product} split={split}", "kind": _kind(product), "share": 0.0}
+    found: dict[str, Any] = {
+        "case": f"{product} split={split}",
+        "kind": _kind(product),
+        "share": 0.0,
+    }
     try:
         operands = Operands.allocate(product, setting.provider.torch_device, seed=kernel)
         plan = setting.plan(operands.problem, kernel, split)
@@ -189,7 +195,9 @@ def _extreme_products(quick: bool) -> Iterator[Product]:
         size = 4 if dtype == "f32" else 2
         dense = Product(1, 1, 1, dtype, precision)
         odd = replace(dense, align_a=size, align_b=size, align_c=size)
-        yield from (replace(odd, m=m, n=n, k=k) for m, n, k in ((0, 5, 3), (5, 0, 3), (5, 3, 0), (1, 1, 1)))
+        yield from (
+            replace(odd, m=m, n=n, k=k) for m, n, k in ((0, 5, 3), (5, 0, 3), (5, 3, 0), (1, 1, 1))
+        )
         yield replace(odd, m=5, n=3, k=0, bias="row", beta=0.5)
         yield replace(odd, m=5, n=3, k=7, batch=0)
         if quick:

@@ -1,4 +1,4 @@
-"""Sections about whole models: ONNX's node tests, the hand-written cases, published models, BERT-base."""
+"""Sections about whole models: ONNX's node tests, hand-written cases, published models, BERT."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ def _run_all(record: Recorder, name: str, work: Iterable[tuple[str, Work]]) -> N
     if refused:
         record.note(f"{name} not compared", refused)
     if done or wrong:
-        record.check(f"{name} that differ, of {done + len(wrong)}", not wrong, len(wrong), 0, wrong=wrong)
+        record.check(
+            f"{name} that differ, of {done + len(wrong)}", not wrong, len(wrong), 0, wrong=wrong
+        )
 
 
 def _node_tests(provider: Provider) -> Iterable[tuple[str, Work]]:
@@ -118,8 +120,8 @@ def _same(
 ) -> str | None:
     """Ours against the unmodified model without TF32, and against `expected`.
 
-    Returns why the model could not be compared, where plain ONNX Runtime refuses it. The limit is that
-    of one product, times the root of how many the model holds, times 2 for the rounding around them.
+    Returns why the model could not be compared, where plain ONNX Runtime refuses it. The limit is
+    that of one product, times the root of how many there are, times 2 for the rounding around them.
     """
     graph = onnx.load(model, load_external_data=False) if isinstance(model, Path) else model
     source = model if isinstance(model, Path) else model.SerializeToString()
@@ -135,7 +137,9 @@ def _same(
     products = sum(name in ("MatMul", "Gemm", "Conv") for _, name in operators(graph))
     for feed, want in zip(feeds, wanted, strict=True):
         types = [value.dtype for value in want.values() if value.dtype in BOUNDED]
-        limit = 2 * max((bound(kind, "tf32") for kind in types), default=0) * max(products, 1) ** 0.5
+        limit = (
+            2 * max((bound(kind, "tf32") for kind in types), default=0) * max(products, 1) ** 0.5
+        )
         got = outputs_of(ours, feed)
         require_close(got, want, limit)
         if expected is not None:
@@ -211,17 +215,26 @@ def _bert(
         errors = []
         for one in bound:
             pairs = zip(one.fetch(), reference, strict=True)
-            errors.append(max(relative_error(value.astype(np.float64), want) for value, want in pairs))
+            errors.append(
+                max(relative_error(value.astype(np.float64), want) for value, want in pairs)
+            )
         shape = "x".join(map(str, feed["input_ids"].shape))
         worst[shape] = (errors[0], errors[1])
         left = (seconds - (time.monotonic() - started)) / (2 * len(feeds))
         times = compare_calls(
-            {"ours": bound[0].run, "ort": bound[1].run}, rounds=60, warm_up=2, seconds=max(left, 0.05)
+            {"ours": bound[0].run, "ort": bound[1].run},
+            rounds=60,
+            warm_up=2,
+            seconds=max(left, 0.05),
         )
         ratios.append(times["ours"].median / times["ort"].median)
         record.note(
             f"{name} {shape} ms",
-            {"ours": times["ours"].median / 1e3, "ort": times["ort"].median / 1e3, "ratio": ratios[-1]},
+            {
+                "ours": times["ours"].median / 1e3,
+                "ort": times["ort"].median / 1e3,
+                "ratio": ratios[-1],
+            },
         )
     # No worse than ONNX Runtime's own run in the same precision (20% for other rounding), or exact.
     excess = max(mine / max(1.2 * other, 1e-5) for mine, other in worst.values())
@@ -232,7 +245,12 @@ def _bert(
 
 
 def _changing_shapes(
-    ours: Any, theirs: Any, provider: Provider, feeds: list[dict[str, Array]], record: Recorder, name: str
+    ours: Any,
+    theirs: Any,
+    provider: Provider,
+    feeds: list[dict[str, Array]],
+    record: Recorder,
+    name: str,
 ) -> None:
     """All shapes one after the other, again and again: what a serving process sees."""
     calls: dict[str, Callable[[], None]] = {}

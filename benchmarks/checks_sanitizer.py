@@ -35,7 +35,9 @@ def sanitizer(setting: Setting, record: Recorder) -> None:
     covered = re.search(r"odd shapes: (\d+) of (\d+) kernels", done.stdout)
     if covered is None:
         tail = "\n".join((done.stdout + done.stderr + report).splitlines()[-15:])
-        raise RuntimeError(f"the checked program did not come to its end (exit {done.returncode}): {tail}")
+        raise RuntimeError(
+            f"the checked program did not come to its end (exit {done.returncode}): {tail}"
+        )
     record.note("kernels covered", f"{covered[1]} of {covered[2]}")
     record.check("values under the checker", done.returncode == 0, done.stdout.strip()[-200:])
     errors = re.search(r"ERROR SUMMARY: (\d+) error", report)
@@ -47,7 +49,9 @@ def sanitizer(setting: Setting, record: Recorder) -> None:
 
 def _first_errors(report: str) -> list[str]:
     """The lines that say what was wrong and in which kernel."""
-    telling = [line for line in report.splitlines() if "Invalid" in line or " at " in line or "Device" in line]
+    telling = [
+        line
+        for line in report.splitlines()
+        if "Invalid" in line or " at " in line or "Device" in line
+    ]
     return telling[:10]
-
-

@@ -16,7 +16,16 @@ from benchmarks.operands import Operands
 from benchmarks.running import Provider
 from moonpoly_ort import devices, native
 
-PACKAGES = ("onnxruntime", "onnxruntime-gpu", "torch", "triton", "onnx", "onnx-ir", "numpy", "transformers")
+PACKAGES = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "torch",
+    "triton",
+    "onnx",
+    "onnx-ir",
+    "numpy",
+    "transformers",
+)
 
 
 @dataclass
@@ -51,14 +60,14 @@ class Setting:
 
 
 class Runner:
-    """Runs plans on torch's current stream, in a workspace of NaN and counters that must return to 0."""
+    """Runs plans on torch's current stream; the workspace starts as NaN, counters must end at 0."""
 
     def __init__(self, setting: Setting) -> None:
         self.device = setting.provider.torch_device
         self.launcher: Any = None
         if setting.provider.is_cuda:
             torch.cuda.set_device(setting.provider.ordinal)
-            torch.zeros(1, device=self.device)  # torch makes the context that the launcher then shares
+            torch.zeros(1, device=self.device)  # makes the context that the launcher then shares
             self.launcher = native.Launcher(setting.pack, setting.provider.ordinal)
         else:
             from moonpoly_ort import interpreter
@@ -76,7 +85,9 @@ class Runner:
         if self._counters.numel() < plan.counters:
             self._counters = torch.zeros(int(plan.counters), dtype=torch.int32, device=self.device)
 
-    def launch(self, problem: native.Problem, plan: native.Plan, pointers: tuple[int, int, int, int]) -> None:
+    def launch(
+        self, problem: native.Problem, plan: native.Plan, pointers: tuple[int, int, int, int]
+    ) -> None:
         """Launches a plan; `pointers` are those of A, B, bias (0: none) and Y."""
         a, b, bias, y = pointers
         if self.launcher is None:

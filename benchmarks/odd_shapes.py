@@ -89,7 +89,9 @@ class Buffer:
         self.driver.download(self.pointer, self.flat)
         rows, columns = self.shape
         step = self.flat.strides[0]
-        return np.lib.stride_tricks.as_strided(self.flat, (rows, columns), (self.pitch * step, step))
+        return np.lib.stride_tricks.as_strided(
+            self.flat, (rows, columns), (self.pitch * step, step)
+        )
 
 
 def check(
@@ -121,7 +123,9 @@ def check(
         problem, plan, left.pointer, right.pointer, row.pointer, out.pointer, workspace, counters, 0
     )
     driver.call("cuCtxSynchronize")
-    wide = (a.T if kernel.trans_a else a).astype(np.float64) @ (b.T if kernel.trans_b else b).astype(np.float64)
+    wide = (a.T if kernel.trans_a else a).astype(np.float64) @ (
+        b.T if kernel.trans_b else b
+    ).astype(np.float64)
     wide += bias.astype(np.float64)
     error = float(np.linalg.norm(out.read().astype(np.float64) - wide) / np.linalg.norm(wide))
     for pointer in (left.base, right.base, row.base, out.base, workspace, counters):
@@ -151,7 +155,10 @@ def main() -> int:
         done += 1
         if not share <= 1:
             wrong.append(pack.kernel(index).name.decode())
-    print(f"odd shapes: {done} of {len(order)} kernels, {len(wrong)} wrong {' '.join(wrong[:20])}", flush=True)
+    print(
+        f"odd shapes: {done} of {len(order)} kernels, {len(wrong)} wrong {' '.join(wrong[:20])}",
+        flush=True,
+    )
     return 1 if wrong else 0
 
 

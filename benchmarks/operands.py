@@ -200,7 +200,9 @@ class Operands:
         y = p.alpha * torch.matmul(a, b)
         if self.c is not None:
             c = self.c.view[0].double()
-            y = y + p.beta * (c.mT[rows] if p.bias == "column" else c[rows] if p.bias == "matrix" else c)
+            y = y + p.beta * (
+                c.mT[rows] if p.bias == "column" else c[rows] if p.bias == "matrix" else c
+            )
         return y
 
 

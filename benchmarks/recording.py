@@ -208,7 +208,7 @@ def isolate(
 
 
 def _work_through(items: list[str], work: Callable[[str], list[dict[str, Any]]], out: Any) -> None:
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: never outlive a section that is killed
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: die with the section
     for item in items:
         try:
             answer: tuple[str, Any] = ("done", work(item))

@@ -54,7 +54,9 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.head: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")}
+        self.head: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds")
+        }
         self.sections: dict[str, Outcome] = {}
 
     def save(self) -> None:
@@ -67,7 +69,9 @@ class Results:
 
     def table(self) -> str:
         """A line for each section and for each check that does not hold."""
-        lines = [f"{'section':12} {'status':8} {'checks':>8} {'s':>6}  what is nearest to its limit, or over it"]
+        lines = [
+            f"{'section':12} {'status':8} {'checks':>8} {'s':>6}  what is nearest to its limit, or over it"
+        ]
         for name, outcome in self.sections.items():
             held = sum(check["passed"] for check in outcome.checks)
             lines.append(
@@ -76,7 +80,9 @@ class Results:
             )
             for check in outcome.checks:
                 if not check["passed"]:
-                    lines.append(f"    FAIL {check['check']}: {check['figure']} (limit {check['limit']})")
+                    lines.append(
+                        f"    FAIL {check['check']}: {check['figure']} (limit {check['limit']})"
+                    )
         return "\n".join(lines)
 
 
@@ -88,7 +94,9 @@ def _telling(outcome: Outcome) -> str:
     shares = [
         (check["figure"] / check["limit"], check)
         for check in outcome.checks
-        if isinstance(check["figure"], (int, float)) and isinstance(check["limit"], (int, float)) and check["limit"]
+        if isinstance(check["figure"], (int, float))
+        and isinstance(check["limit"], (int, float))
+        and check["limit"]
     ]
     if not shares:
         return ""
@@ -122,8 +130,15 @@ def main() -> int:
                 exporting.kill()
                 exporting.wait()
     print(results.table())
-    bad = [name for name, outcome in results.sections.items() if outcome.status not in ("passed", "skipped")]
-    print(f"results: {results.path}; " + (f"not held: {', '.join(bad)}" if bad else "everything holds"))
+    bad = [
+        name
+        for name, outcome in results.sections.items()
+        if outcome.status not in ("passed", "skipped")
+    ]
+    print(
+        f"results: {results.path}; "
+        + (f"not held: {', '.join(bad)}" if bad else "everything holds")
+    )
     return 1 if bad else 0
 
 
@@ -144,7 +159,9 @@ def _sections(results: Results, setting: Setting, names: list[str], seconds: flo
         work, allowed = SECTIONS[name]
         left = seconds - (time.monotonic() - START)
         if left < 10:
-            results.sections[name] = Outcome("timeout", error="not started: the time for all sections is up")
+            results.sections[name] = Outcome(
+                "timeout", error="not started: the time for all sections is up"
+            )
             results.save()
             continue
         say(f"{name}: starts, {min(allowed, left):.0f} s at most")
@@ -162,11 +179,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, separated by commas")
     parser.add_argument("--seconds", type=float, default=540, help="for all sections together")
     parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
-    parser.add_argument("--models", type=Path, help="folder of published models, as tests/ unpack them")
-    parser.add_argument("--bert", type=Path, help="folder that `python -m benchmarks.bert` has written")
+    parser.add_argument(
+        "--models", type=Path, help="folder of published models, as tests/ unpack them"
+    )
+    parser.add_argument(
+        "--bert", type=Path, help="folder that `python -m benchmarks.bert` has written"
+    )
     parser.add_argument("--provider", default=CUDA, help="ONNX Runtime's execution provider")
     parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
-    parser.add_argument("--commit", default=_commit(), help="recorded in the results; default: git's HEAD")
+    parser.add_argument(
+        "--commit", default=_commit(), help="recorded in the results; default: git's HEAD"
+    )
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--quick", action="store_true", help="a small part of everything")
     arguments = parser.parse_args()
