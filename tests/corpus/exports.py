@@ -192,7 +192,7 @@ ALL = (
     Export("bert_op20_f16", "bert", 20, _BERT, _TEXTS, half=True),
     Export("vit_op18", "vit", 18, _VIT, ((1, 32), (3, 32))),
     Export("llama_op21", "llama", 21, _LLAMA, _TEXTS),
-    # Batch 1: RotaryEmbedding is exported with caches of batch 1, and ONNX Runtime wants them equal.
+    # Batch 1, as the caches that RotaryEmbedding is exported with: ONNX Runtime wants them equal.
     Export("llama_op23", "llama", 23, _LLAMA, ((1, 5), (1, 12))),
     Export("gpt2_op22", "gpt2", 22, _GPT2, _TEXTS),
 )
