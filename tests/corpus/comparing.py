@@ -1,8 +1,8 @@
 """When two results are the same: bit for bit, or within the bound of a data type.
 
-Errors are relative Frobenius norms against a float64 reference; NaN and infinities must stand in the
-same places. A failed comparison raises `Mismatch`, whose text names the output, the figure and the
-bound.
+Errors are relative Frobenius norms against a float64 reference; NaN and infinities must stand in
+the same places. A failed comparison raises `Mismatch`, whose text names the output, the figure and
+the bound.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def bound(dtype: np.dtype[Any], precision: Precision = "ieee", k: int = 1) -> fl
 def relative_error(got: Array, reference: Array) -> float:
     """Frobenius norm of the difference over that of the reference, finite elements only.
 
-    A reference of norm 0 gives the norm of `got`. Where the reference is outside the range of `got`'s
-    type, it counts as the infinity that rounding makes of it. Raises Mismatch if the shapes differ,
-    or the places of NaN, Inf or -Inf.
+    A reference of norm 0 gives the norm of `got`. Where the reference is outside the range of the
+    type of `got`, it counts as the infinity that rounding makes of it. Raises Mismatch if the
+    shapes differ, or the places of NaN, Inf or -Inf.
     """
     if got.shape != reference.shape:
         raise Mismatch(f"shape {got.shape}, expected {reference.shape}")
@@ -56,7 +56,7 @@ def relative_error(got: Array, reference: Array) -> float:
         if len(wrong):
             place = tuple(int(i) for i in wrong[0])
             raise Mismatch(
-                f"{name} in the wrong place at {len(wrong)} of {got.size} elements, first at {place}: "
+                f"{name} misplaced at {len(wrong)} of {got.size} elements, first at {place}: "
                 f"{wide[place]}, expected {exact[place]}"
             )
     finite = np.isfinite(rounded)
@@ -68,8 +68,8 @@ def relative_error(got: Array, reference: Array) -> float:
 def require_close(got: Outputs, reference: Outputs, limit: float) -> float:
     """Requires the same names in the same order, integers equal and floats within `limit`.
 
-    Returns the largest relative error seen. Data types are not compared, for a float64 reference has
-    others: `require_same_form` does that.
+    Returns the largest relative error seen. Data types are not compared, for a float64 reference
+    has others: `require_same_form` does that.
     """
     _require_names(got, reference)
     worst = 0.0

@@ -31,7 +31,7 @@ class NodeTest:
     expected: Mapping[str, Array]
 
     def dynamic(self) -> onnx.ModelProto:
-        """A copy in which each dimension of each input has a name of its own, and outputs no shape."""
+        """A copy with a name for each dimension of each input, and output dimensions unknown."""
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
         for value in model.graph.input:
@@ -58,7 +58,9 @@ def collect() -> tuple[NodeTest, ...]:
                 case.name,
                 operators[0],
                 model,
-                dict(zip((v.name for v in model.graph.input), map(np.asarray, inputs), strict=True)),
+                dict(
+                    zip((v.name for v in model.graph.input), map(np.asarray, inputs), strict=True)
+                ),
                 dict(
                     zip((v.name for v in model.graph.output), map(np.asarray, outputs), strict=True)
                 ),

@@ -1,4 +1,4 @@
-"""Outputs to compare with: the untouched model in ONNX Runtime, and the model computed in float64."""
+"""Outputs to compare with: those of the untouched model in ONNX Runtime, and those in float64."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def plain_session(
 ) -> onnxruntime.InferenceSession:
     """ONNX Runtime's CPU provider, without this project's library.
 
-    optimize: with ONNX Runtime's own graph optimizations. Off, and with one thread, the same kernels
-    run on the same operands, so that equal models give equal bits.
+    optimize: with ONNX Runtime's own graph optimizations. Off, and with one thread, the same
+    kernels run on the same operands, so that equal models give equal bits.
     """
     options = onnxruntime.SessionOptions()
     levels = onnxruntime.GraphOptimizationLevel
@@ -50,8 +50,8 @@ class Float64Reference:
     """A model computed in float64 from the weights and inputs that it is given.
 
     ONNX Runtime's double kernels where it has them for the whole model, else ONNX's reference
-    evaluator (slow). Rounding Casts between float types become no-ops, so the result is that of exact
-    arithmetic on rounded weights. Raises ValueError if neither can run the model.
+    evaluator (slow). Rounding Casts between float types become no-ops, so the result is that of
+    exact arithmetic on rounded weights. Raises ValueError if neither can run the model.
     """
 
     def __init__(self, model: ModelProto | Path) -> None:
@@ -62,7 +62,7 @@ class Float64Reference:
             self._runner = plain_session(wide)
         except Exception as refusal:  # ONNX Runtime raises its own types, one per status code
             try:
-                self._runner = ReferenceEvaluator(wide, new_ops=[BatchNormalization])
+                self._runner = ReferenceEvaluator(wide, new_ops=_CORRECTED)
             except Exception as second:
                 raise ValueError(
                     "the model cannot be computed in float64: ONNX Runtime says "
@@ -94,8 +94,22 @@ class BatchNormalization(OpRun):
             raise NotImplementedError("BatchNormalization in training mode")
         per_channel = (-1,) + (1,) * (x.ndim - 2)
         factor = scale / np.sqrt(variance + epsilon)
-        return ((x - mean.reshape(per_channel)) * factor.reshape(per_channel)
-                + bias.reshape(per_channel),)
+        return (
+            (x - mean.reshape(per_channel)) * factor.reshape(per_channel)
+            + bias.reshape(per_channel),
+        )
+
+
+class GatherElements(OpRun):
+    """ONNX's own evaluator gives up on an axis of more than 64 elements."""
+
+    op_domain = ""
+
+    def _run(self, data: Array, indices: Array, axis: int = 0) -> tuple[Array]:
+        return (np.take_along_axis(data, indices, axis),)
+
+
+_CORRECTED = [BatchNormalization, GatherElements]
 
 
 def widen(model: ModelProto) -> ModelProto:

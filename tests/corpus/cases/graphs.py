@@ -1,4 +1,4 @@
-"""Graphs: shared and overridable weights, names, order, stale shapes, subgraphs, functions, files."""
+"""Graphs: shared and overridable weights, names, order, subgraphs, functions, data files."""
 
 from __future__ import annotations
 
@@ -150,8 +150,7 @@ CASES = (
     ),
     Case(
         id="functions",
-        reports="microsoft/onnxruntime#28716, #11731; microsoft/onnxscript#1511; "
-        "onnxsim#1393",
+        reports="microsoft/onnxruntime#28716, #11731; microsoft/onnxscript#1511; onnxsim#1393",
         fault="a product inside a model-local function was overlooked, or its function lost",
         must="function bodies are visited, functions kept, with their own opset imports",
         text="""
