@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import Setting
+from benchmarks.machine import Setting, environment
 from benchmarks.measuring import (
     Ceilings,
     Launch,
@@ -147,14 +149,14 @@ class Bench:
         """Our plan against cuBLAS; returns how many times faster ours is."""
         operands, launches = self.prepare(shape)
         plan = self.setting.plan(operands[0].problem)
-        regions = plan.regions[: plan.region_count]
+        regions = plan.regions
         times = compare_launches(
             {"ours": self.ours(operands, plan), "cublas": self.cublas(operands)},
             len(operands), launches,
         )  # fmt: skip
         ours, cublas = times["ours"], times["cublas"]
         self.write(
-            shape, kernel=self.setting.pack.kernel(regions[0].kernel).name.decode(),
+            shape, kernel=self.setting.pack.kernels[regions[0].kernel].name,
             split=regions[0].split, regions=len(regions), predicted_us=plan.predicted_us,
             us=ours.median, low_us=ours.low, high_us=ours.high, cublas_us=cublas.median,
             cublas_low_us=cublas.low, cublas_high_us=cublas.high, speedup=cublas.median / ours.median,
@@ -176,9 +178,11 @@ class Bench:
             graph = capture(self.ours(operands, plan), len(operands), launches)
             timing = time_graphs({"one": graph}, launches, rounds)["one"]
             rows.append((kernel, split, plan, timing))
-        cublas = compare_launches({"cublas": self.cublas(operands)}, len(operands), launches, rounds)
+        cublas = compare_launches(
+            {"cublas": self.cublas(operands)}, len(operands), launches, rounds
+        )
         for kernel, split, plan, timing in rows:
-            self.write(shape, kernel=self.setting.pack.kernel(kernel).name.decode(), split=split,
+            self.write(shape, kernel=self.setting.pack.kernels[kernel].name, split=split,
                        predicted_us=plan.predicted_us, us=timing.median)  # fmt: skip
         self.write(shape, kernel="cublas", split=1, us=cublas["cublas"].median)
         chosen = self.setting.plan(operands[0].problem).regions[0]
@@ -192,8 +196,7 @@ class Bench:
     def _legal(self, problem: native.Problem) -> list[tuple[int, int, native.Plan]]:
         found = []
         chosen = self.setting.plan(problem).regions[0]
-        for index in range(self.setting.pack.kernel_count):
-            kernel = self.setting.pack.kernel(index)
+        for index, kernel in enumerate(self.setting.pack.kernels):
             splits = set(SPLITS) if kernel.split_k else {1}
             if index == chosen.kernel:
                 splits.add(chosen.split)
@@ -205,6 +208,31 @@ class Bench:
         return found
 
 
+def device_facts(setting: Setting) -> dict[str, Any]:
+    """What a table of costs must know of the GPU: attributes, copy bandwidth, time of a launch."""
+    where = setting.provider.torch_device
+    source = torch.randn(2**28, device=where)  # 1 GiB, far beyond L2
+    target = torch.empty_like(source)
+    copies = {"copy": capture(lambda _: target.copy_(source), 1, 4)}
+    copy_us = time_graphs(copies, 4, 7)["copy"].median
+    one = torch.zeros(1, device=where)
+    empties = {"empty": capture(lambda _: one.add_(1), 1, 256)}
+    device = setting.device
+    fields = [name for name, *_ in device._fields_ if name != "_name"]
+    head = environment(setting, "")
+    return {
+        "gpu": device.name,
+        "device": {name: getattr(device, name) for name in fields},
+        "bandwidth_gbps": 2 * source.nbytes / copy_us / 1e3,
+        "launch_us": time_graphs(empties, 256, 7)["empty"].median,
+        "cuda": torch.version.cuda,
+        "driver": ", ".join(dict.fromkeys(head["driver"])),
+        "clocks": "free",
+        "date": datetime.date.today().isoformat(),
+        "pack_key": setting.pack.header.key.decode(),
+    }
+
+
 def main() -> int:
     arguments = _arguments()
     if not torch.cuda.is_available():
@@ -213,9 +241,14 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     setting = Setting(Provider(ordinal=arguments.device, pack=arguments.pack), arguments.pack)
     stop = time.monotonic() + arguments.seconds
-    shapes = list(read_shapes(arguments.shapes, not arguments.all) if arguments.shapes else built_in())
+    shapes = list(
+        read_shapes(arguments.shapes, not arguments.all) if arguments.shapes else built_in()
+    )
     head = ORACLE_HEAD if arguments.oracle else PLAN_HEAD
     bench = Bench(setting, arguments.dtype, arguments.output, head)
+    if arguments.oracle:
+        facts = json.dumps(device_facts(setting), indent=1)
+        arguments.output.with_suffix(".json").write_text(facts + "\n")
     left = [shape for shape in shapes if (shape.id, arguments.dtype) not in bench.done]
     ratios: list[float] = []
     for count, shape in enumerate(left):
@@ -240,12 +273,16 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="CSV; rows are appended")
-    parser.add_argument("--shapes", type=Path, help="CSV: id, class, M, N, K; default: a built-in list")
+    parser.add_argument(
+        "--shapes", type=Path, help="CSV: id, class, M, N, K; default: a built-in list"
+    )
     parser.add_argument("--all", action="store_true", help="also rows of the list with core = 0")
     parser.add_argument("--dtype", choices=list(DTYPES), default="f16")
     parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
     parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
-    parser.add_argument("--seconds", type=float, default=480, help="stop starting shapes after this long")
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="stop starting shapes after this long"
+    )
     parser.add_argument("--oracle", action="store_true", help="time every legal kernel and split")
     parser.add_argument("--rounds", type=int, default=5, help="replays per candidate with --oracle")
     parser.add_argument("--slowest", type=float, default=3.0,
@@ -254,7 +291,9 @@ def _arguments() -> argparse.Namespace:
     if arguments.pack is None:
         arguments.pack = packs.find_pack(90)
         if arguments.pack is None:
-            parser.error("there is no pack for sm_90; build one with `moonpoly pack`, or name it with --pack")
+            parser.error(
+                "there is no pack for sm_90; build one with `moonpoly pack`, or name it with --pack"
+            )
     return arguments
 
 

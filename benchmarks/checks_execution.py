@@ -82,7 +82,7 @@ def split_k_sizes(setting: Setting) -> tuple[int, list[int]]:
     for rows in (8, 16, 1, 64):
         for wide in (8192, 16384, 4096):
             plan = setting.plan(native.Problem(**operands.dense_fields(rows, 512, wide, "f16")))
-            if any(plan.regions[i].split > 1 for i in range(plan.region_count)):
+            if any(region.split > 1 for region in plan.regions):
                 return rows, [wide, 512, wide, 512, wide]
     raise AssertionError("the planner cuts K for none of the shapes that call for it")
 
@@ -197,7 +197,7 @@ def times(setting: Setting, record: Recorder) -> None:
     opened = []
     for _ in range(5):
         start = time.perf_counter()
-        native.Pack.open(setting.pack_path)
+        native.Pack(setting.pack_path).close()
         opened.append((time.perf_counter() - start) * 1e3)
     record.note("pack open, ms", statistics.median(opened))
     _planner_times(setting, record)

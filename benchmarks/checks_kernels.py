@@ -34,9 +34,9 @@ BIASES = ("none", "row", "column", "scalar")
 
 def kernels(setting: Setting, record: Recorder) -> None:
     """Every kernel of the pack, forced, against float64; those that fail belong on a blocklist."""
-    count = setting.pack.kernel_count
-    every = range(0, count, 37 if setting.quick else 1)
-    order = [setting.pack.kernel(i).name.decode() for i in every]
+    pack = setting.pack
+    every = range(0, len(pack.kernels), 37 if setting.quick else 1)
+    order = [pack.kernels[i].name for i in every]
     index = dict(zip(order, every, strict=True))
     tally = {"launches": 0, "kernels": 0}
     wrong: dict[str, list[str]] = {}
@@ -44,7 +44,7 @@ def kernels(setting: Setting, record: Recorder) -> None:
 
     def work(name: str) -> list[dict[str, Any]]:
         return [_check_forced(setting, index[name], product, split)
-                for product, split in _forced_cases(setting.pack.kernel(index[name]))]  # fmt: skip
+                for product, split in _forced_cases(pack.kernels[index[name]])]  # fmt: skip
 
     def on_done(name: str, results: list[dict[str, Any]]) -> None:
         tally["kernels"] += 1
@@ -71,7 +71,7 @@ def kernels(setting: Setting, record: Recorder) -> None:
     record.check("kernels not reached in time", not left, len(left), 0)
 
 
-def _forced_cases(kernel: native.Kernel) -> Iterator[tuple[Product, int]]:
+def _forced_cases(kernel: native.KernelRecord) -> Iterator[tuple[Product, int]]:
     """Shapes that meet every edge of a kernel's tile; bias and batch maps take turns over them."""
     bm, bn, bk = kernel.bm, kernel.bn, kernel.bk
     base = Product(
@@ -162,8 +162,8 @@ def shapes(setting: Setting, record: Recorder) -> None:
         except MoonPolyError as error:
             share, faults = 0.0, [f"{type(error).__name__}: {error}"]
         else:
-            regions = plan.regions[: plan.region_count]
-            used.update(setting.pack.kernel(r.kernel).name.decode() for r in regions)
+            regions = plan.regions
+            used.update(setting.pack.kernels[r.kernel].name for r in regions)
             counts["regions"] += len(regions)
             counts["split"] += any(r.split > 1 for r in regions)
         counts["products"] += 1

@@ -52,7 +52,7 @@ class Setting:
         return devices.lookup("H200")
 
     def plan(self, problem: native.Problem, kernel: int = -1, split: int = 0) -> native.Plan:
-        return self.pack.plan(self.device, problem, only_kernel=kernel, only_split=split)
+        return self.pack.plan(self.device, problem, kernel=kernel, split=split)
 
     @cached_property
     def runner(self) -> Runner:
@@ -91,12 +91,12 @@ class Runner:
         """Launches a plan; `pointers` are those of A, B, bias (0: none) and Y."""
         a, b, bias, y = pointers
         if self.launcher is None:
-            self.interpret(self.pack, problem, plan, a, b, bias, y)
+            self.interpret(problem, plan, a, b, bias or None, y)
             return
-        stream = torch.cuda.current_stream().cuda_stream
         self.launcher.launch(
-            problem, plan, a, b, bias, y,
-            self._workspace.data_ptr(), self._counters.data_ptr(), stream,
+            problem, plan, a=a, b=b, bias=bias or None, y=y,
+            workspace=self._workspace.data_ptr(), counters=self._counters.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
     def run(self, operands: Operands, plan: native.Plan) -> None:
@@ -124,7 +124,7 @@ def environment(setting: Setting, commit: str) -> dict[str, Any]:
     header["driver"] = _nvidia_smi("driver_version")
     header["clocks, MHz"] = _nvidia_smi("clocks.sm,clocks.max.sm,clocks.mem")
     if setting.pack_path.exists():
-        info = setting.pack.info
+        info = setting.pack.header
         header["pack"] = {
             "file": setting.pack_path.name, "sm": info.sm, "key": info.key.decode(),
             "triton": info.triton.decode(), "kernels": info.kernel_count, "tables": info.table_count,

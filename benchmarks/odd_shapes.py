@@ -98,7 +98,7 @@ def check(
     driver: Driver, launcher: native.Launcher, pack: native.Pack, device: native.Device, index: int
 ) -> float:
     """The relative error of one kernel, as a share of its limit."""
-    kernel = pack.kernel(index)
+    kernel = pack.kernels[index]
     split = 3 if kernel.split_k else 1
     m, n, k = kernel.bm + 3, kernel.bn + 5, kernel.bk * split + 3
     rng, dtype = np.random.default_rng(index), DTYPES[kernel.dtype]
@@ -115,13 +115,14 @@ def check(
         align_a=kernel.align_a, align_b=kernel.align_b, align_c=kernel.align_c,
         bias=1, bias_stride_m=0, bias_stride_n=1, alpha=1.0, beta=1.0,
     )  # fmt: skip
-    plan = pack.plan(device, problem, only_kernel=index, only_split=split)
+    plan = pack.plan(device, problem, kernel=index, split=split)
     workspace = driver.allocate(plan.workspace_bytes)
     counters = driver.allocate(4 * plan.counters)
     driver.upload(counters, np.zeros(max(plan.counters, 1), np.int32))
     launcher.launch(
-        problem, plan, left.pointer, right.pointer, row.pointer, out.pointer, workspace, counters, 0
-    )
+        problem, plan, a=left.pointer, b=right.pointer, bias=row.pointer, y=out.pointer,
+        workspace=workspace, counters=counters,
+    )  # fmt: skip
     driver.call("cuCtxSynchronize")
     wide = (a.T if kernel.trans_a else a).astype(np.float64) @ (
         b.T if kernel.trans_b else b
@@ -145,7 +146,7 @@ def main() -> int:
     pack = native.Pack(arguments.pack)
     device = native.device_query(arguments.device)
     launcher = native.Launcher(pack, arguments.device)
-    order = list(range(pack.kernel_count))
+    order = list(range(len(pack.kernels)))
     random.Random(0).shuffle(order)
     done, wrong = 0, []
     for index in order:
@@ -154,7 +155,7 @@ def main() -> int:
         share = check(driver, launcher, pack, device, index)
         done += 1
         if not share <= 1:
-            wrong.append(pack.kernel(index).name.decode())
+            wrong.append(pack.kernels[index].name)
     print(
         f"odd shapes: {done} of {len(order)} kernels, {len(wrong)} wrong {' '.join(wrong[:20])}",
         flush=True,
