@@ -91,7 +91,7 @@ def check_without_library(rewritten: Rewritten, feeds: Feeds) -> None:
 
 
 def check_session(rewritten: Rewritten, feeds: Feeds) -> None:
-    """`moonpoly_ort.InferenceSession` on the original: the same bits as onnxruntime's on the CPU."""
+    """`moonpoly_ort.InferenceSession` on the original: the bits of onnxruntime's on the CPU."""
     before = plain_session(rewritten.before)
     session = moonpoly_ort.InferenceSession(
         str(rewritten.before), _plain_options(), providers=["CPUExecutionProvider"]
@@ -119,7 +119,7 @@ def check_outputs(
     plain: Mapping[str, Array] | None,
     limit: float,
 ) -> None:
-    """Close to the float64 outputs, and of the form that plain ONNX Runtime gives (None: unknown)."""
+    """Close to the float64 outputs, and of the form of plain ONNX Runtime's (None: unknown)."""
     require_close(got, exact, limit)
     if plain is not None:
         require_same_form(got, plain)
