@@ -1,0 +1,195 @@
+// The flat C surface: turns exceptions into a status and a text.
+#include <cstring>
+#include <new>
+
+#include "driver.h"
+#include "error.h"
+#include "interpreter.h"
+#include "launcher.h"
+#include "moonpoly.h"
+#include "pack.h"
+#include "planner.h"
+#include "stats.h"
+
+#define MP_EXPORT extern "C" __attribute__((visibility("default")))
+
+struct mp_pack {
+  std::shared_ptr<const moonpoly::Pack> pack;
+};
+struct mp_launcher {
+  std::shared_ptr<moonpoly::Launcher> launcher;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+template <typename Body>
+mp_status guarded(Body body) {
+  try {
+    body();
+    return MP_OK;
+  } catch (const moonpoly::Error& e) {
+    last_error = e.what();
+    return e.status;
+  } catch (const std::bad_alloc&) {
+    last_error = "out of host memory";
+  } catch (const std::exception& e) {
+    last_error = e.what();
+  }
+  return MP_INTERNAL;
+}
+
+void require(const void* pointer, const char* name) {
+  if (!pointer) moonpoly::fail(MP_INVALID, "argument `", name, "` is null");
+}
+
+// A plan may come from outside: check that the launcher cannot be led astray by it.
+void check_plan(const moonpoly::Pack& pack, const mp_problem& problem, const mp_plan& plan) {
+  moonpoly::check_problem(problem);
+  if (plan.region_count < 0 || plan.region_count > MP_MAX_REGIONS) {
+    moonpoly::fail(MP_INVALID, "a plan has 0 to ", MP_MAX_REGIONS, " regions, not ",
+                   plan.region_count);
+  }
+  for (int i = 0; i < plan.region_count; ++i) {
+    const mp_region& r = plan.regions[i];
+    if (r.kernel < 0 || r.kernel >= pack.kernel_count()) {
+      moonpoly::fail(MP_INVALID, "region ", i, " names kernel ", r.kernel, "; the pack holds ",
+                     pack.kernel_count());
+    }
+    if (const char* why = moonpoly::refusal(pack.kernel(r.kernel), problem)) {
+      moonpoly::fail(MP_NO_KERNEL, "region ", i, ": kernel ", pack.kernel(r.kernel).name,
+                     " cannot run this problem: ", why);
+    }
+    const bool inside = r.m0 >= 0 && r.m > 0 && r.m0 + r.m <= problem.m && r.n0 >= 0 && r.n > 0 &&
+                        r.n0 + r.n <= problem.n && r.z0 >= 0 && r.z > 0 &&
+                        r.z0 + r.z <= problem.batch && r.grid > 0 && r.grid <= 0x7fffffff;
+    if (!inside) moonpoly::fail(MP_INVALID, "region ", i, " lies outside the problem");
+  }
+}
+
+}  // namespace
+
+MP_EXPORT int32_t mp_api_version(void) { return MP_API_VERSION; }
+
+MP_EXPORT const char* mp_last_error(void) { return last_error.c_str(); }
+
+MP_EXPORT int32_t mp_struct_size(const char* name) {
+  if (!name) return -1;
+#define MP_SIZE(type) \
+  if (std::strcmp(name, #type) == 0) return sizeof(type)
+  MP_SIZE(mp_problem);
+  MP_SIZE(mp_device);
+  MP_SIZE(mp_region);
+  MP_SIZE(mp_plan);
+  MP_SIZE(mp_desc_shape);
+  MP_SIZE(mp_kernel);
+  MP_SIZE(mp_cost);
+  MP_SIZE(mp_table);
+  MP_SIZE(mp_pack_header);
+  MP_SIZE(mp_stats);
+#undef MP_SIZE
+  return -1;
+}
+
+MP_EXPORT mp_status mp_pack_open(const char* path, mp_pack** out) {
+  return guarded([&] {
+    require(path, "path");
+    require(out, "out");
+    *out = nullptr;
+    *out = new mp_pack{moonpoly::Pack::open(path)};
+  });
+}
+
+MP_EXPORT void mp_pack_close(mp_pack* pack) { delete pack; }
+
+MP_EXPORT int32_t mp_pack_kernel_count(const mp_pack* pack) {
+  return pack ? pack->pack->kernel_count() : 0;
+}
+
+MP_EXPORT const mp_kernel* mp_pack_kernel(const mp_pack* pack, int32_t index) {
+  if (!pack || index < 0 || index >= pack->pack->kernel_count()) return nullptr;
+  return &pack->pack->kernel(index);
+}
+
+MP_EXPORT const mp_pack_header* mp_pack_info(const mp_pack* pack) {
+  return pack ? &pack->pack->header() : nullptr;
+}
+
+MP_EXPORT mp_status mp_device_count(int32_t* out) {
+  return guarded([&] {
+    require(out, "out");
+    *out = moonpoly::device_count();
+  });
+}
+
+MP_EXPORT mp_status mp_device_query(int32_t ordinal, mp_device* out) {
+  return guarded([&] {
+    require(out, "out");
+    moonpoly::query_device(ordinal, out);
+  });
+}
+
+MP_EXPORT mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device,
+                                    const mp_problem* problem, int32_t only_kernel,
+                                    int32_t only_split, mp_plan* out) {
+  return guarded([&] {
+    require(pack, "pack");
+    require(device, "device");
+    require(problem, "problem");
+    require(out, "out");
+    moonpoly::PlanRequest request;
+    request.only_kernel = only_kernel;
+    request.only_split = only_split;
+    pack->pack->planner(*device)->plan(*problem, request, out);
+  });
+}
+
+MP_EXPORT mp_status mp_launcher_create(const mp_pack* pack, int32_t ordinal, mp_launcher** out) {
+  return guarded([&] {
+    require(pack, "pack");
+    require(out, "out");
+    *out = nullptr;
+    mp_device device;
+    moonpoly::query_device(ordinal, &device);
+    pack->pack->planner(device);  // refuses a pack for another architecture
+    *out = new mp_launcher{moonpoly::Launcher::get(pack->pack, ordinal)};
+  });
+}
+
+MP_EXPORT void mp_launcher_destroy(mp_launcher* launcher) { delete launcher; }
+
+MP_EXPORT mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, const mp_plan* plan,
+                              const void* a, const void* b, const void* bias, void* y,
+                              void* workspace, void* counters, void* stream) {
+  return guarded([&] {
+    require(launcher, "launcher");
+    require(problem, "problem");
+    require(plan, "plan");
+    moonpoly::Launcher& device = *launcher->launcher;
+    check_plan(device.pack(), *problem, *plan);
+    if ((plan->workspace_bytes && !workspace) || (plan->counters && !counters)) {
+      moonpoly::fail(MP_INVALID, "the plan needs ", plan->workspace_bytes,
+                     " bytes of workspace and ", plan->counters, " zeroed counters; got null");
+    }
+    if (problem->bias != MP_BIAS_NONE && !bias) {
+      moonpoly::fail(MP_INVALID, "the problem has a bias, but `bias` is null");
+    }
+    moonpoly::CurrentContext current(device.context());
+    device.load(problem->dtype, problem->dtype == MP_F32 ? problem->precision : MP_TF32);
+    device.launch(*problem, *plan, {a, b, problem->bias ? bias : nullptr, y}, workspace, counters,
+                  static_cast<moonpoly::CUstream>(stream), nullptr);
+  });
+}
+
+MP_EXPORT void mp_set_interpreter(mp_interpret_fn fn) { moonpoly::interpreter().store(fn); }
+
+MP_EXPORT void mp_get_stats(mp_stats* out) {
+  if (!out) return;
+  const moonpoly::Stats& s = moonpoly::stats();
+  out->plan_hits = s.plan_hits.load(std::memory_order_relaxed);
+  out->plan_misses = s.plan_misses.load(std::memory_order_relaxed);
+  out->launches = s.launches.load(std::memory_order_relaxed);
+  out->plan_miss_us_total = s.plan_miss_ns_total.load(std::memory_order_relaxed) * 1e-3;
+  out->plan_miss_us_max = s.plan_miss_ns_max.load(std::memory_order_relaxed) * 1e-3;
+}

@@ -1,0 +1,47 @@
+// Predicted time of one micro-kernel over one region. Where the tuner measured the kernel on this
+// GPU, its numbers are used; elsewhere the same four numbers are derived from the device's
+// attributes, so that one formula (waves x (fixed + K steps x step)) serves both.
+#ifndef MOONPOLY_COST_MODEL_H_
+#define MOONPOLY_COST_MODEL_H_
+
+#include "moonpoly.h"
+
+namespace moonpoly {
+
+// Properties of the device that every prediction shares.
+struct DeviceModel {
+  explicit DeviceModel(const mp_device& device, const mp_table* table);
+
+  int sm, sm_count;
+  double clocks_per_us;
+  double bytes_per_us;  // DRAM
+  double launch_us;
+  double l2_bytes_per_clock;  // per SM
+  double l2_bytes;
+  double mma_f16, mma_tf32, fma_f32;  // multiply-adds per clock and SM
+};
+
+struct KernelCost {
+  bool legal;  // fits the device at all
+  bool measured;
+  int blocks_per_sm;
+  double fixed_us, step_us, single_step_us;
+  double fixup_fixed_us, fixup_slice_us;  // split-K: the last block of a tile adds up the slices
+
+  static KernelCost of(const mp_kernel& kernel, const mp_device& device, const DeviceModel& model,
+                       const mp_cost* measured);
+};
+
+// What a prediction needs to know of the work: one region of a problem.
+struct Extent {
+  int64_t m, n, k, batch;
+  double unique_bytes;  // of A, B, C and Y: each is moved at least once
+  int element_bytes;
+};
+
+// Microseconds, launch included. `split` <= K steps.
+double predict_us(const mp_kernel& kernel, const KernelCost& cost, const DeviceModel& model,
+                  const Extent& extent, int split);
+
+}  // namespace moonpoly
+#endif  // MOONPOLY_COST_MODEL_H_

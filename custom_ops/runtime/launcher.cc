@@ -1,0 +1,385 @@
+#include "launcher.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <thread>
+
+#include "error.h"
+#include "pack.h"
+#include "planner.h"
+#include "stats.h"
+
+namespace moonpoly {
+namespace {
+
+// One stored operand as a tensor map sees it: batch entries of rows of contiguous columns.
+struct Matrix {
+  const char* base;
+  int64_t entries, rows, columns, pitch, batch_stride;  // elements
+
+  int64_t strides(int axis) const { return axis == 0 ? batch_stride : axis == 1 ? pitch : 1; }
+  int64_t sizes(int axis) const { return axis == 0 ? entries : axis == 1 ? rows : columns; }
+};
+
+// The operands of one region, moved to its first row and column.
+struct Views {
+  Matrix operand[3];  // A, B, Y
+  const char* bias;
+
+  Views(const mp_problem& p, const mp_region& r, const Operands& o) {
+    const int64_t bytes = element_bytes(p.dtype);
+    const auto moved = [bytes](const void* base, int64_t elements) {
+      return base ? static_cast<const char*>(base) + elements * bytes : nullptr;
+    };
+    const auto entries = [&](int32_t div, int32_t mod) {
+      return std::min<int64_t>(mod, (p.batch + div - 1) / div);
+    };
+    operand[0] = {moved(o.a, p.trans_a ? r.m0 : r.m0 * p.lda),
+                  entries(p.a_div, p.a_mod),
+                  p.trans_a ? p.k : r.m,
+                  p.trans_a ? r.m : p.k,
+                  p.lda,
+                  p.a_batch_stride};
+    operand[1] = {moved(o.b, p.trans_b ? r.n0 * p.ldb : r.n0),
+                  entries(p.b_div, p.b_mod),
+                  p.trans_b ? r.n : p.k,
+                  p.trans_b ? p.k : r.n,
+                  p.ldb,
+                  p.b_batch_stride};
+    operand[2] = {moved(o.y, r.m0 * p.ldc + r.n0), p.batch, r.m, r.n, p.ldc, p.c_batch_stride};
+    bias = moved(o.bias, r.m0 * p.bias_stride_m + r.n0 * p.bias_stride_n);
+    for (Matrix& x : operand) {
+      // The stride of a single entry is never used, but a tensor map wants a legal one.
+      if (x.entries == 1) x.batch_stride = x.rows * x.pitch;
+    }
+  }
+};
+
+void encode(const mp_kernel& kernel, int operand, const Matrix& x, CUtensorMap* map) {
+  static constexpr int kTypes[] = {CU_TENSOR_MAP_FLOAT16, CU_TENSOR_MAP_BFLOAT16,
+                                   CU_TENSOR_MAP_FLOAT32};
+  const mp_desc_shape& shape = kernel.desc[operand];
+  const uint64_t bytes = element_bytes(kernel.dtype);
+  // The driver counts axes from the innermost.
+  const uint64_t dims[3] = {uint64_t(x.columns), uint64_t(x.rows), uint64_t(x.entries)};
+  const uint64_t strides[2] = {x.pitch * bytes, x.batch_stride * bytes};
+  const uint32_t box[3] = {uint32_t(shape.box[2]), uint32_t(shape.box[1]), uint32_t(shape.box[0])};
+  const uint32_t steps[3] = {1, 1, 1};
+  const auto& encode_tiled = driver().TensorMapEncodeTiled;
+  if (!encode_tiled) {
+    fail(MP_NO_DRIVER,
+         "the CUDA driver has no cuTensorMapEncodeTiled; install one for CUDA 12 or later");
+  }
+  const CUresult result =
+      encode_tiled(map, kTypes[kernel.dtype], 3, const_cast<char*>(x.base), dims, strides, box,
+                   steps, 0, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_128B, 0);
+  if (result) {
+    std::ostringstream what;
+    what << "cuTensorMapEncodeTiled for operand " << "ABY"[operand] << " of " << kernel.name
+         << " (address " << static_cast<const void*>(x.base) << ", " << x.entries << " x " << x.rows
+         << " x " << x.columns << ", strides " << x.batch_stride << " and " << x.pitch
+         << " elements)";
+    check(result, what.str().c_str());
+  }
+}
+
+// The argument array of one launch, on the stack.
+class Arguments {
+ public:
+  void** data() { return pointers_; }
+  CUtensorMap* own_map(int operand) { return &maps_[operand]; }
+  void map(const CUtensorMap* map) { pointers_[count_++] = const_cast<CUtensorMap*>(map); }
+  void i32(int64_t value) { scalar().i32 = static_cast<int32_t>(value); }
+  void i64(int64_t value) { scalar().i64 = value; }
+  void f32(float value) { scalar().f32 = value; }
+  void pointer(const void* value) { scalar().pointer = value; }
+
+ private:
+  union Scalar {
+    int32_t i32;
+    int64_t i64;
+    float f32;
+    const void* pointer;
+  };
+  Scalar& scalar() {
+    Scalar& value = scalars_[count_];
+    pointers_[count_++] = &value;
+    return value;
+  }
+  CUtensorMap maps_[3];
+  Scalar scalars_[kMaxArguments];
+  void* pointers_[kMaxArguments];
+  int count_ = 0;
+};
+
+}  // namespace
+
+TensorMapCache::~TensorMapCache() {
+  for (auto& slot : slots_) delete slot.load();
+}
+
+const CUtensorMap* TensorMapCache::find(int operand, const void* address) const {
+  const Encoded* e = slots_[operand].load(std::memory_order_acquire);
+  return e && e->address == address ? &e->map : nullptr;
+}
+
+void TensorMapCache::offer(int operand, const void* address, const CUtensorMap& map) {
+  if (slots_[operand].load(std::memory_order_relaxed)) return;
+  auto fresh = std::make_unique<const Encoded>(Encoded{address, map});
+  const Encoded* expected = nullptr;
+  if (slots_[operand].compare_exchange_strong(expected, fresh.get(), std::memory_order_release)) {
+    fresh.release();
+  }
+}
+
+std::shared_ptr<Launcher> Launcher::get(std::shared_ptr<const Pack> pack, int ordinal) {
+  static std::mutex mutex;
+  static auto& launchers = *new std::map<std::pair<const Pack*, int>, std::weak_ptr<Launcher>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& slot = launchers[{pack.get(), ordinal}];
+  std::shared_ptr<Launcher> launcher = slot.lock();
+  if (!launcher) {
+    launcher.reset(new Launcher(std::move(pack), ordinal));
+    slot = launcher;
+  }
+  return launcher;
+}
+
+Launcher::Launcher(std::shared_ptr<const Pack> pack, int ordinal)
+    : pack_(std::move(pack)),
+      ordinal_(ordinal),
+      context_(ordinal),
+      modules_(pack_->kernel_count()),
+      functions_(pack_->kernel_count()) {
+  if (pack_->is_catalog()) {
+    fail(MP_BAD_PACK, "kernel pack '", pack_->path(),
+         "' is a catalog without code: it plans but cannot launch; build a pack with `moonpoly "
+         "pack`");
+  }
+  CurrentContext current(context_.get());
+  const size_t count = kSlots * kCountersPerSlot;
+  check(driver().MemAlloc(&counters_, count * sizeof(int32_t)), "cuMemAlloc of counters");
+  const CUresult cleared = driver().MemsetD32(counters_, 0, count);
+  if (cleared) driver().MemFree(counters_);
+  check(cleared, "cuMemsetD32 of counters");
+}
+
+Launcher::~Launcher() {
+  // At process exit the driver may be gone before us; its refusals then mean nothing.
+  const Driver& api = driver();
+  CUcontext popped;
+  if (api.CtxPushCurrent(context_.get()) != 0) return;
+  for (CUmodule module : modules_) {
+    if (module) api.ModuleUnload(module);
+  }
+  api.MemFree(counters_);
+  api.CtxPopCurrent(&popped);
+}
+
+void Launcher::load_kernel(int index) {
+  const mp_kernel& k = pack_->kernel(index);
+  const auto named = [&](const char* call) {
+    return std::string(call) + " of kernel " + k.name + " from '" + pack_->path() + "' on GPU " +
+           std::to_string(ordinal_);
+  };
+  const Driver& api = driver();
+  check(api.ModuleLoadData(&modules_[index], pack_->cubin(k)), named("cuModuleLoadData").c_str());
+  CUfunction function = nullptr;
+  check(api.ModuleGetFunction(&function, modules_[index], k.entry),
+        named("cuModuleGetFunction").c_str());
+  if (k.shared_bytes > 0) {
+    check(api.FuncSetAttribute(function, CU_FUNC_MAX_DYNAMIC_SHARED, k.shared_bytes),
+          named("cuFuncSetAttribute").c_str());
+  }
+  if (api.FuncLoad) check(api.FuncLoad(function), named("cuFuncLoad").c_str());
+  functions_[index] = function;
+}
+
+void Launcher::load(int dtype, int precision) {
+  auto& loaded = loaded_[dtype * 2 + precision];
+  if (loaded.load(std::memory_order_acquire)) return;
+  std::lock_guard<std::mutex> lock(load_mutex_);
+  if (loaded.load(std::memory_order_relaxed)) return;
+
+  // Kernels that the device cannot hold are never planned; loading them would be refused.
+  mp_device device;
+  query_device(ordinal_, &device);
+  std::vector<int> wanted;
+  for (int i = 0; i < pack_->kernel_count(); ++i) {
+    const mp_kernel& k = pack_->kernel(i);
+    if (k.dtype == dtype && k.precision == precision && !functions_[i] &&
+        k.shared_bytes <= device.shared_per_block) {
+      wanted.push_back(i);
+    }
+  }
+  std::atomic<size_t> next{0};
+  std::mutex failure_mutex;
+  std::exception_ptr failure;
+  const auto work = [&] {
+    try {
+      CurrentContext current(context_.get());
+      for (size_t i; (i = next++) < wanted.size();) load_kernel(wanted[i]);
+    } catch (...) {
+      next = wanted.size();
+      std::lock_guard<std::mutex> guard(failure_mutex);
+      if (!failure) failure = std::current_exception();
+    }
+  };
+  const size_t helpers =
+      std::min<size_t>({3, wanted.size() / 16, std::thread::hardware_concurrency()});
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+  work();
+  for (auto& thread : threads) thread.join();
+  if (failure) std::rethrow_exception(failure);
+  loaded.store(true, std::memory_order_release);
+}
+
+void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& operands,
+                      void* workspace, void* counters, CUstream stream, TensorMapCache* maps) {
+  for (int i = 0; i < plan.region_count; ++i) {
+    const mp_region& r = plan.regions[i];
+    const mp_kernel& k = pack_->kernel(r.kernel);
+    if (!functions_[r.kernel])
+      fail(MP_NO_KERNEL, "kernel ", k.name, " does not fit GPU ", ordinal_);
+    const Views views(p, r, operands);
+    Arguments args;
+    const int32_t* params = pack_->params(k);
+    for (int j = 0; j < k.param_count; ++j) {
+      switch (params[j]) {
+        case MP_P_DESC_A:
+        case MP_P_DESC_B:
+        case MP_P_DESC_Y: {
+          const int which = params[j] - MP_P_DESC_A;
+          const Matrix& x = views.operand[which];
+          // Only the first region of a plan is cached: others differ in their extents.
+          const CUtensorMap* map = maps && i == 0 ? maps->find(which, x.base) : nullptr;
+          if (!map) {
+            encode(k, which, x, args.own_map(which));
+            map = args.own_map(which);
+            if (maps && i == 0) maps->offer(which, x.base, *map);
+          }
+          args.map(map);
+          for (int axis = 0; axis < 3; ++axis) args.i32(x.sizes(axis));
+          for (int axis = 0; axis < 3; ++axis) args.i64(x.strides(axis));
+          break;
+        }
+        case MP_P_PTR_A:
+          args.pointer(views.operand[0].base);
+          break;
+        case MP_P_PTR_B:
+          args.pointer(views.operand[1].base);
+          break;
+        case MP_P_PTR_Y:
+          args.pointer(views.operand[2].base);
+          break;
+        case MP_P_PTR_BIAS:
+          args.pointer(views.bias);
+          break;
+        case MP_P_PTR_WORKSPACE:
+          args.pointer(workspace);
+          break;
+        case MP_P_PTR_COUNTERS:
+          args.pointer(counters);
+          break;
+        case MP_P_M:
+          args.i32(r.m);
+          break;
+        case MP_P_N:
+          args.i32(r.n);
+          break;
+        case MP_P_K:
+          args.i32(p.k);
+          break;
+        case MP_P_SPLIT:
+          args.i32(r.split);
+          break;
+        case MP_P_A_DIV:
+          args.i32(p.a_div);
+          break;
+        case MP_P_A_MOD:
+          args.i32(p.a_mod);
+          break;
+        case MP_P_B_DIV:
+          args.i32(p.b_div);
+          break;
+        case MP_P_B_MOD:
+          args.i32(p.b_mod);
+          break;
+        case MP_P_Z0:
+          args.i32(r.z0);
+          break;
+        case MP_P_LDA:
+          args.i64(p.lda);
+          break;
+        case MP_P_LDB:
+          args.i64(p.ldb);
+          break;
+        case MP_P_LDC:
+          args.i64(p.ldc);
+          break;
+        case MP_P_A_BATCH:
+          args.i64(p.a_batch_stride);
+          break;
+        case MP_P_B_BATCH:
+          args.i64(p.b_batch_stride);
+          break;
+        case MP_P_C_BATCH:
+          args.i64(p.c_batch_stride);
+          break;
+        case MP_P_BIAS_M:
+          args.i64(p.bias_stride_m);
+          break;
+        case MP_P_BIAS_N:
+          args.i64(p.bias_stride_n);
+          break;
+        case MP_P_ALPHA:
+          args.f32(p.alpha);
+          break;
+        case MP_P_BETA:
+          args.f32(operands.bias ? p.beta : 0.0f);
+          break;
+        case MP_P_NULL:
+          args.pointer(nullptr);
+          break;
+      }
+    }
+    const CUresult result =
+        driver().LaunchKernel(functions_[r.kernel], static_cast<unsigned>(r.grid), 1, 1,
+                              32 * k.warps, 1, 1, k.shared_bytes, stream, args.data(), nullptr);
+    if (result) check(result, (std::string("cuLaunchKernel of ") + k.name).c_str());
+    stats().launches.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+void* Launcher::counters_for(CUstream stream, int64_t count) {
+  if (count > kCountersPerSlot) return nullptr;
+  int capturing = CU_STREAM_CAPTURE_NONE;
+  check(driver().StreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
+  if (capturing != CU_STREAM_CAPTURE_NONE) return nullptr;
+  const auto memory = [&](int slot) {
+    return reinterpret_cast<void*>(counters_ + slot * kCountersPerSlot * sizeof(int32_t));
+  };
+  for (int i = 0; i < kSlots && slots_[i].taken.load(std::memory_order_acquire); ++i) {
+    if (slots_[i].stream.load(std::memory_order_relaxed) == stream) return memory(i);
+  }
+  std::lock_guard<std::mutex> lock(slot_mutex_);
+  for (int i = 0; i < kSlots; ++i) {
+    if (!slots_[i].taken.load(std::memory_order_relaxed)) {
+      slots_[i].stream.store(stream, std::memory_order_relaxed);
+      slots_[i].taken.store(true, std::memory_order_release);
+      return memory(i);
+    }
+    if (slots_[i].stream.load(std::memory_order_relaxed) == stream) return memory(i);
+  }
+  return nullptr;
+}
+
+void Launcher::clear(void* counters, int64_t count, CUstream stream) {
+  check(driver().MemsetD32Async(reinterpret_cast<CUdeviceptr>(counters), 0, count, stream),
+        "cuMemsetD32Async of counters");
+}
+
+}  // namespace moonpoly

@@ -1,0 +1,75 @@
+// A kernel pack: one memory-mapped file, checked once, shared by every session of the process.
+#ifndef MOONPOLY_PACK_H_
+#define MOONPOLY_PACK_H_
+
+#include <array>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "moonpoly.h"
+
+namespace moonpoly {
+
+class Planner;
+
+// Launch arguments of a kernel after DESC parameters are expanded; packs that need more are
+// refused.
+constexpr int kMaxArguments = 64;
+
+inline int element_bytes(int32_t dtype) { return dtype == MP_F32 ? 4 : 2; }
+
+class Pack {
+ public:
+  // Maps and verifies the file; a file that is open already is shared (same inode and time stamp).
+  // Throws Error(MP_BAD_PACK).
+  static std::shared_ptr<const Pack> open(const std::string& path);
+  ~Pack();
+  Pack(const Pack&) = delete;
+  Pack& operator=(const Pack&) = delete;
+
+  const std::string& path() const { return path_; }
+  const mp_pack_header& header() const { return *at<mp_pack_header>(0); }
+  int kernel_count() const { return static_cast<int>(header().kernel_count); }
+  const mp_kernel& kernel(int index) const { return at<mp_kernel>(header().kernels_offset)[index]; }
+  const int32_t* params(const mp_kernel& kernel) const {
+    return at<int32_t>(header().params_offset) + kernel.param_offset;
+  }
+  const void* cubin(const mp_kernel& kernel) const { return at<char>(kernel.cubin_offset); }
+  bool is_catalog() const { return kernel(0).cubin_bytes == 0; }
+
+  // Kernels of one class: the planner visits only those.
+  const std::vector<int>& kernels_of(int dtype, int precision, bool trans_a, bool trans_b) const {
+    return classes_[class_index(dtype, precision, trans_a, trans_b)];
+  }
+  // The costs measured on exactly this GPU, one per kernel, or null. `table` receives their header.
+  const mp_cost* costs_for(const mp_device& device, const mp_table** table) const;
+
+  // The planner of this pack for a device; made once per device.
+  std::shared_ptr<const Planner> planner(const mp_device& device) const;
+
+ private:
+  Pack() = default;
+  template <typename T>
+  const T* at(int64_t offset) const {
+    return reinterpret_cast<const T*>(data_ + offset);
+  }
+  static int class_index(int dtype, int precision, bool trans_a, bool trans_b) {
+    return ((dtype * 2 + precision) * 2 + trans_a) * 2 + trans_b;
+  }
+  void verify() const;
+  void verify_kernel(int index) const;
+
+  std::string path_;
+  const char* data_ = nullptr;
+  size_t bytes_ = 0;
+  std::array<std::vector<int>, 24> classes_;
+  mutable std::mutex planners_mutex_;
+  mutable std::map<std::string, std::shared_ptr<const Planner>> planners_;
+};
+
+}  // namespace moonpoly
+#endif  // MOONPOLY_PACK_H_

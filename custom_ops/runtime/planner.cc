@@ -1,0 +1,264 @@
+#include "planner.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "error.h"
+#include "pack.h"
+
+namespace moonpoly {
+namespace {
+
+constexpr int64_t kMaxBlocks = 0x7fffffff;                 // of a one-dimensional grid
+constexpr int64_t kMaxExtent = (int64_t{1} << 31) - 1024;  // of a region; keeps every alignment
+constexpr int64_t kMaxK = (int64_t{1} << 31) - 512;  // a kernel rounds K up to its step in i32
+constexpr int64_t kMaxBatch = (int64_t{1} << 31) - 512;
+constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
+constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a tensor map
+constexpr int kMaxSplit = 64;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The smallest split with the same steps per slice: no slice is left without work.
+int normal_split(int64_t steps, int split) {
+  return static_cast<int>(ceil_div(steps, ceil_div(steps, split)));
+}
+
+int64_t stored_entries(int64_t batch, int32_t div, int32_t mod) {
+  return std::min<int64_t>(mod, ceil_div(batch, div));
+}
+
+double unique_bytes(const mp_problem& p, int64_t m, int64_t n, int64_t batch) {
+  const double a = double(stored_entries(batch, p.a_div, p.a_mod)) * m * p.k;
+  const double b = double(stored_entries(batch, p.b_div, p.b_mod)) * p.k * n;
+  const double c = p.bias == MP_BIAS_MATRIX ? double(m) * n : 0;
+  return (a + b + c + double(batch) * m * n) * element_bytes(p.dtype);
+}
+
+bool runs_on(int pack_sm, int device_sm) {
+  // From sm_90 on Triton compiles for the architecture itself (sm_90a); before, code runs on every
+  // later minor version.
+  return pack_sm == device_sm ||
+         (pack_sm < 90 && pack_sm / 10 == device_sm / 10 && pack_sm <= device_sm);
+}
+
+}  // namespace
+
+const char* refusal(const mp_kernel& k, const mp_problem& p) {
+  if (k.dtype != p.dtype) return "it has another dtype";
+  if (k.dtype == MP_F32 && k.precision != p.precision) return "it has another precision";
+  if (k.trans_a != p.trans_a || k.trans_b != p.trans_b) return "it has another operand layout";
+  if (p.align_a < k.align_a || p.align_b < k.align_b || p.align_c < k.align_c) {
+    return "the operands are not aligned enough for it";
+  }
+  if (p.bias == MP_BIAS_MATRIX && !k.bias_matrix) return "it takes no matrix bias";
+  if (k.family == MP_GEMM_TMA) {
+    // A tensor map has no empty dimension, and its strides have 40 bits.
+    if (p.k == 0) return "K is 0";
+    const int64_t widest =
+        std::max({p.lda, p.ldb, p.ldc, p.a_batch_stride, p.b_batch_stride, p.c_batch_stride});
+    if (widest >= kMaxStrideBytes / element_bytes(p.dtype)) return "a stride has over 40 bits";
+  }
+  return nullptr;
+}
+
+void check_problem(const mp_problem& p) {
+  if (p.dtype < MP_F16 || p.dtype > MP_F32) fail(MP_INVALID, "dtype code ", p.dtype, " is unknown");
+  if (p.precision < MP_TF32 || p.precision > MP_IEEE) {
+    fail(MP_INVALID, "precision code ", p.precision, " is unknown");
+  }
+  if ((p.trans_a | p.trans_b) & ~1) {
+    fail(MP_INVALID, "trans_a = ", p.trans_a, ", trans_b = ", p.trans_b, " must be 0 or 1");
+  }
+  if (p.m < 0 || p.n < 0 || p.k < 0 || p.batch < 0) {
+    fail(MP_INVALID, "sizes m = ", p.m, ", n = ", p.n, ", k = ", p.k, ", batch = ", p.batch,
+         " must not be negative");
+  }
+  if (p.k >= kMaxK) fail(MP_INVALID, "K = ", p.k, " is too large; it must be below ", kMaxK);
+  if (p.batch >= kMaxBatch) {
+    fail(MP_INVALID, "a batch of ", p.batch, " products is too large; it must be below ",
+         kMaxBatch);
+  }
+  const auto short_pitch = [](int64_t rows, int64_t columns, int64_t pitch) {
+    return rows > 1 && pitch < columns;
+  };
+  const int64_t a_rows = p.trans_a ? p.k : p.m, a_columns = p.trans_a ? p.m : p.k;
+  const int64_t b_rows = p.trans_b ? p.n : p.k, b_columns = p.trans_b ? p.k : p.n;
+  if (short_pitch(a_rows, a_columns, p.lda) || short_pitch(b_rows, b_columns, p.ldb) ||
+      short_pitch(p.m, p.n, p.ldc)) {
+    fail(MP_INVALID, "leading dimensions lda = ", p.lda, ", ldb = ", p.ldb, ", ldc = ", p.ldc,
+         " are shorter than the rows of ", a_columns, ", ", b_columns, " and ", p.n);
+  }
+  if (p.a_div < 1 || p.a_mod < 1 || p.b_div < 1 || p.b_mod < 1) {
+    fail(MP_INVALID, "batch maps a = (", p.a_div, ", ", p.a_mod, "), b = (", p.b_div, ", ", p.b_mod,
+         ") must be at least 1");
+  }
+  for (int32_t bytes : {p.align_a, p.align_b, p.align_c}) {
+    if (bytes < element_bytes(p.dtype) || bytes > 16 || (bytes & (bytes - 1))) {
+      fail(MP_INVALID, "alignment of ", bytes,
+           " bytes must be a power of two from the element size (", element_bytes(p.dtype),
+           ") to 16");
+    }
+  }
+  if (p.bias < MP_BIAS_NONE || p.bias > MP_BIAS_MATRIX) {
+    fail(MP_INVALID, "bias code ", p.bias, " is unknown");
+  }
+  if (p.bias == MP_BIAS_VECTOR && ((p.bias_stride_m | p.bias_stride_n) & ~int64_t{1})) {
+    fail(MP_INVALID, "a vector bias has strides 0 or 1, got ", p.bias_stride_m, " and ",
+         p.bias_stride_n);
+  }
+}
+
+Planner::Planner(const Pack& pack, const mp_device& device)
+    : pack_(pack), device_(device), model_(device, nullptr) {
+  const int pack_sm = static_cast<int>(pack.header().sm);
+  if (!runs_on(pack_sm, device.sm)) {
+    fail(MP_BAD_PACK, "kernel pack '", pack.path(), "' holds code for sm_", pack_sm, ", but ",
+         device.name, " is sm_", device.sm, "; build one with `moonpoly pack --arch sm_", device.sm,
+         "`");
+  }
+  const mp_table* table = nullptr;
+  const mp_cost* measured = pack.costs_for(device, &table);
+  has_table_ = measured != nullptr;
+  model_ = DeviceModel(device, table);
+  costs_.reserve(pack.kernel_count());
+  for (int i = 0; i < pack.kernel_count(); ++i) {
+    costs_.push_back(
+        KernelCost::of(pack.kernel(i), device, model_, measured ? measured + i : nullptr));
+  }
+}
+
+void Planner::consider(int index, const Extent& e, const PlanRequest& request, Choice* best) const {
+  const mp_kernel& k = pack_.kernel(index);
+  const KernelCost& cost = costs_[index];
+  const int64_t tiles = ceil_div(e.m, k.bm) * ceil_div(e.n, k.bn) * e.batch;
+  const int64_t steps = ceil_div(e.k, k.bk);
+  const auto offer = [&](int split) {
+    if (ceil_div(e.m, k.bm) * ceil_div(e.n, k.bn) * split > kMaxBlocks) return;
+    const double us = predict_us(k, cost, model_, e, split);
+    // A measured prediction always beats a derived one: the two are not on one scale.
+    const bool better = best->kernel < 0 || cost.measured > best->measured ||
+                        (cost.measured == best->measured && us < best->us);
+    if (better) *best = Choice{index, split, us, cost.measured};
+  };
+  if (!k.split_k) {
+    if (request.only_split <= 1) offer(1);
+    return;
+  }
+  if (!request.workspace || request.only_split == 1 || steps < 2) return;
+  const int64_t tile_bytes = int64_t{k.bm} * k.bn * sizeof(float);
+  if (request.only_split > 1) {
+    if (request.only_split <= steps) offer(request.only_split);
+    return;
+  }
+  // Powers of two and their middles, and what exactly fills the SMs once or their block slots.
+  const int64_t fill_sms = model_.sm_count / tiles;
+  const int64_t fill_slots = fill_sms * cost.blocks_per_sm;
+  const int64_t candidates[] = {2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, fill_sms, fill_slots};
+  uint64_t tried[2] = {};
+  for (int64_t wanted : candidates) {
+    if (wanted < 2 || wanted > std::min<int64_t>(kMaxSplit, steps)) continue;
+    const int split = normal_split(steps, static_cast<int>(wanted));
+    uint64_t& word = tried[split / 64];
+    const uint64_t bit = uint64_t{1} << (split % 64);
+    if (split < 2 || (word & bit)) continue;
+    word |= bit;
+    if (tiles * split > 2 * int64_t{model_.sm_count} * cost.blocks_per_sm) continue;
+    if (tiles * split * tile_bytes > kMaxWorkspace) continue;
+    offer(split);
+  }
+}
+
+Planner::Choice Planner::choose(const mp_problem& p, const Extent& e,
+                                const PlanRequest& request) const {
+  Choice best;
+  if (request.only_kernel >= 0) {
+    if (request.only_kernel >= pack_.kernel_count()) {
+      fail(MP_INVALID, "kernel ", request.only_kernel, " does not exist; the pack holds ",
+           pack_.kernel_count());
+    }
+    const mp_kernel& k = pack_.kernel(request.only_kernel);
+    if (const char* why = refusal(k, p)) {
+      fail(MP_NO_KERNEL, "kernel ", k.name, " cannot run this problem: ", why);
+    }
+    if (!costs_[request.only_kernel].legal) {
+      fail(MP_NO_KERNEL, "kernel ", k.name, " needs ", k.shared_bytes,
+           " bytes of shared memory and ", k.registers, " registers a thread, more than ",
+           device_.name, " has");
+    }
+    consider(request.only_kernel, e, request, &best);
+    if (best.kernel < 0) {
+      fail(MP_INVALID, "kernel ", k.name, " cannot cut K = ", e.k, " into ", request.only_split,
+           " slices (0: any): it ", k.split_k ? "needs 2 to " : "takes 1, not ",
+           k.split_k ? ceil_div(e.k, k.bk) : request.only_split);
+    }
+    return best;
+  }
+  const int precision = p.dtype == MP_F32 ? p.precision : MP_TF32;
+  for (int index : pack_.kernels_of(p.dtype, precision, p.trans_a, p.trans_b)) {
+    if (!costs_[index].legal || refusal(pack_.kernel(index), p)) continue;
+    consider(index, e, request, &best);
+  }
+  if (best.kernel < 0) {
+    static const char* const dtypes[] = {"fp16", "bf16", "fp32"};
+    fail(MP_NO_KERNEL, "kernel pack '", pack_.path(), "' has no kernel for ", dtypes[p.dtype],
+         p.dtype == MP_F32 ? (p.precision == MP_IEEE ? " (ieee)" : " (tf32)") : "", " m = ", e.m,
+         ", n = ", e.n, ", k = ", e.k, ", batch = ", e.batch, ", layout ", p.trans_a ? "t" : "n",
+         p.trans_b ? "t" : "n", ", alignment ", p.align_a, "/", p.align_b, "/", p.align_c,
+         " bytes, bias ", p.bias, ", split ", request.only_split, " on ", device_.name);
+  }
+  return best;
+}
+
+// Adds the launches for one area of the output, cut along the batch where a grid would be too
+// large.
+void Planner::cover(const mp_problem& p, const mp_region& area, const PlanRequest& request,
+                    mp_plan* out) const {
+  const Extent extent{
+      area.m, area.n, p.k, area.z, unique_bytes(p, area.m, area.n, area.z), element_bytes(p.dtype)};
+  const Choice choice = choose(p, extent, request);
+  const mp_kernel& k = pack_.kernel(choice.kernel);
+  const int64_t tiles = ceil_div(area.m, k.bm) * ceil_div(area.n, k.bn);
+  const int64_t entries = std::min(area.z, kMaxBlocks / (tiles * choice.split));
+  for (int64_t z = 0; z < area.z; z += entries) {
+    if (out->region_count == MP_MAX_REGIONS) {
+      fail(MP_INVALID, "an output of ", p.batch, " x ", p.m, " x ", p.n, " needs more than ",
+           MP_MAX_REGIONS, " launches");
+    }
+    mp_region r = area;
+    r.kernel = choice.kernel;
+    r.split = choice.split;
+    r.z0 = area.z0 + z;
+    r.z = std::min(entries, area.z - z);
+    r.grid = r.z * tiles * choice.split;
+    if (choice.split > 1) {
+      r.workspace_bytes = r.grid * k.bm * k.bn * static_cast<int64_t>(sizeof(float));
+      r.counters = r.z * tiles;
+    }
+    r.predicted_us = choice.us * (double(r.z) / area.z);
+    out->workspace_bytes = std::max(out->workspace_bytes, r.workspace_bytes);
+    out->counters = std::max(out->counters, r.counters);
+    out->predicted_us += r.predicted_us;
+    out->measured = (out->region_count == 0 || out->measured) && choice.measured;
+    out->regions[out->region_count++] = r;
+  }
+}
+
+void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out) const {
+  check_problem(p);
+  std::memset(out, 0, sizeof *out);
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+  for (int64_t m0 = 0; m0 < p.m; m0 += kMaxExtent) {
+    for (int64_t n0 = 0; n0 < p.n; n0 += kMaxExtent) {
+      mp_region area{};
+      area.m0 = m0;
+      area.m = std::min(kMaxExtent, p.m - m0);
+      area.n0 = n0;
+      area.n = std::min(kMaxExtent, p.n - n0);
+      area.z = p.batch;
+      cover(p, area, request, out);
+    }
+  }
+}
+
+}  // namespace moonpoly

@@ -1,0 +1,115 @@
+"""The domain `ai.moonpoly`: its operators and the function body that each carries.
+
+The body is the standard operator, so that a rewritten model runs in an ONNX Runtime that lacks the
+custom op library: there the function is inlined. Attribute references (`alpha=@alpha`) carry the
+attributes of each node into the body; a rewritten node therefore spells out every attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx
+
+from moonpoly_ort.errors import ModelError
+
+DOMAIN = "ai.moonpoly"
+VERSION = 1
+RULE_KEY = "moonpoly.rule"
+"""Key in a rewritten node's `metadata_props`; the value is the name of the rule."""
+
+MIN_IR_VERSION = 8
+"""Model-local functions came with IR version 8."""
+
+_ATTRIBUTE = onnx.AttributeProto
+SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, _ATTRIBUTE.AttributeType]]] = {
+    "MatMul": (("A", "B"), {}),
+    "Gemm": (
+        ("A", "B", "C"),
+        {
+            "transA": _ATTRIBUTE.INT,
+            "transB": _ATTRIBUTE.INT,
+            "alpha": _ATTRIBUTE.FLOAT,
+            "beta": _ATTRIBUTE.FLOAT,
+        },
+    ),
+}
+
+
+def is_standard(domain: str) -> bool:
+    """Whether `domain` is ai.onnx under either of its two names."""
+    return domain in ("", "ai.onnx")
+
+
+def imported_version(imports: Iterable[onnx.OperatorSetIdProto]) -> int | None:
+    """The version of ai.onnx among opset imports, or None."""
+    return next((entry.version for entry in imports if is_standard(entry.domain)), None)
+
+
+def function(op_type: str, opset: int) -> onnx.FunctionProto:
+    """The function of an `ai.moonpoly` operator over ai.onnx version `opset`."""
+    inputs, attributes = SIGNATURES[op_type]
+    body = onnx.helper.make_node(op_type, inputs, ["Y"])
+    for name, kind in attributes.items():
+        body.attribute.add(name=name, ref_attr_name=name, type=kind)
+    return onnx.helper.make_function(
+        DOMAIN,
+        op_type,
+        inputs,
+        ["Y"],
+        [body],
+        [onnx.helper.make_opsetid("", opset)],
+        attributes=list(attributes),
+    )
+
+
+def refuse_foreign_use(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Raises ModelError if `model` uses the domain for anything but what this package writes.
+
+    Args:
+        model: The model, before it is rewritten.
+        nodes: All its nodes, those in subgraphs and functions included.
+    """
+    for entry in model.opset_import:
+        if entry.domain == DOMAIN and entry.version != VERSION:
+            raise _foreign(f"it imports version {entry.version}")
+    known = set()
+    for candidate in model.functions:
+        if candidate.domain != DOMAIN:
+            continue
+        opset = imported_version(candidate.opset_import)
+        if (
+            candidate.name not in SIGNATURES
+            or opset is None
+            or candidate != function(candidate.name, opset)
+        ):
+            raise _foreign(f"it has a function {candidate.name!r} with another body")
+        known.add(candidate.name)
+    for node in nodes:
+        if node.domain == DOMAIN and node.op_type not in known:
+            raise _foreign(f"node {node.name!r} calls {node.op_type!r}, which has no function")
+
+
+def _foreign(what: str) -> ModelError:
+    return ModelError(
+        f"The model already uses the domain {DOMAIN!r}, and not as this package does: {what}. "
+        f"Accepted are version {VERSION} and the functions {', '.join(sorted(SIGNATURES))} as "
+        "written by this version of moonpoly_ort. Rewrite the original model instead, or rename "
+        "the domain."
+    )
+
+
+def declare(model: onnx.ModelProto, op_types: Iterable[str], opset: int) -> None:
+    """Adds to `model` the functions of `op_types` that it lacks, and what they need."""
+    present = {entry.name for entry in model.functions if entry.domain == DOMAIN}
+    for op_type in op_types:
+        if op_type not in present:
+            model.functions.append(function(op_type, opset))
+    model.ir_version = max(model.ir_version, MIN_IR_VERSION)
+    import_into(model.opset_import)
+
+
+def import_into(imports: object) -> None:
+    """Adds the domain to the opset imports of a model or a function, once."""
+    if all(entry.domain != DOMAIN for entry in imports):  # type: ignore[attr-defined]
+        imports.add(domain=DOMAIN, version=VERSION)  # type: ignore[attr-defined]

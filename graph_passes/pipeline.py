@@ -1,0 +1,160 @@
+"""The rules in the order they are applied, and the one loop that applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx
+import onnx_ir as ir
+
+from moonpoly_ort.errors import ProblemError
+
+from . import domain
+from .gemm import GemmRule
+from .matmul import MatMulRule
+from .report import Entry, Reason, Refusal
+from .rule import Rule, Scope
+from .typed_graph import typed_views, walk
+
+RULES: tuple[Rule, ...] = (
+    # One rule an operator so far, so that their order does not matter.
+    MatMulRule(),
+    GemmRule(),
+)
+
+CANDIDATES = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
+
+
+def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str]:
+    """The names of the rules to apply.
+
+    Args:
+        rules: The rules wanted; None means all of them.
+        disable: Rules to leave out.
+
+    Raises:
+        ProblemError: A name is not that of a rule.
+    """
+    known = [rule.name for rule in RULES]
+    wanted = set(known if rules is None else _names(rules))
+    unwanted = set(_names(disable))
+    if unknown := sorted((wanted | unwanted) - set(known)):
+        raise ProblemError(f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(known)}.")
+    return frozenset(wanted - unwanted)
+
+
+def _names(names: Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def apply(
+    model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]
+) -> tuple[Entry, ...]:
+    """Rewrites `model` in place and says what became of each candidate.
+
+    Only nodes that a rule takes are touched, apart from the functions, the opset import and the IR
+    version that those need; a model of which nothing is taken stays as it is.
+
+    Raises:
+        ModelError: The graph is not valid ONNX, or uses the domain `ai.moonpoly` for other things.
+    """
+    nodes = list(walk(model))
+    domain.refuse_foreign_use(model, (node for _, _, node in nodes))
+    views = typed_views(model)
+    body_opset = _body_opset(model)
+    overridden = frozenset(f.name for f in model.functions if domain.is_standard(f.domain))
+    report = []
+    taken = set()
+    for number, (where, function, node) in enumerate(nodes):
+        if node.op_type not in CANDIDATES or not _is_ours_or_standard(node, function):
+            continue
+        holder = model if function is None else function
+        scope = Scope(
+            opset=domain.imported_version(holder.opset_import),
+            body_opset=body_opset,
+            static=static,
+            overridden=overridden,
+        )
+        rule = next((rule for rule in RULES if rule.op_type == node.op_type), None)
+        refusal = _refuse(node, views[number], rule, enabled, scope)
+        report.append(
+            Entry(
+                name=node.name,
+                op_type=node.op_type,
+                where=where,
+                output=next(iter(node.output), ""),
+                rule=rule.name if rule else None,
+                refusal=refusal,
+            )
+        )
+        if rule is not None and refusal is None:
+            for view in views[number]:
+                rule.rewrite(view)
+            _write_back(views[number][0], node, rule)
+            domain.import_into(holder.opset_import)
+            taken.add(rule.op_type)
+    if taken and body_opset is not None:
+        domain.declare(model, sorted(taken), body_opset)
+    return tuple(report)
+
+
+def _is_ours_or_standard(node: onnx.NodeProto, function: onnx.FunctionProto | None) -> bool:
+    if function is not None and function.domain == domain.DOMAIN:
+        return False  # the body of an operator of ours
+    return node.domain == domain.DOMAIN or domain.is_standard(node.domain)
+
+
+def _body_opset(model: onnx.ModelProto) -> int | None:
+    """The main graph's ai.onnx version or, if only functions use ai.onnx, the newest of theirs."""
+    version = domain.imported_version(model.opset_import)
+    if version is not None:
+        return version
+    imported = (domain.imported_version(function.opset_import) for function in model.functions)
+    return max((version for version in imported if version is not None), default=None)
+
+
+def _refuse(
+    node: onnx.NodeProto,
+    views: list[ir.Node],
+    rule: Rule | None,
+    enabled: frozenset[str],
+    scope: Scope,
+) -> Refusal | None:
+    if node.domain == domain.DOMAIN:
+        return Refusal(Reason.ALREADY_REWRITTEN, "an ai.moonpoly node already")
+    if rule is None:
+        return Refusal(Reason.NO_RULE, f"no rule yet for {node.op_type}")
+    if rule.name not in enabled:
+        return Refusal(Reason.DISABLED, f"rule {rule.name!r} is switched off")
+    if not views:
+        return Refusal(Reason.NEVER_CALLED, "its function is never called, so its types are unknown")
+    refusals = []
+    for view in views:
+        for attribute in node.attribute:
+            if attribute.ref_attr_name and attribute.name not in view.attributes:
+                return Refusal(
+                    Reason.UNBOUND_ATTRIBUTE,
+                    f"a call of its function gives no value for {attribute.ref_attr_name!r}",
+                )
+        refusals.append(rule.check(view, scope))
+    # One dynamic call is enough to profit; any other refusal stands for all calls.
+    binding = [r for r in refusals if r and r.reason is not Reason.STATIC]
+    if binding:
+        return binding[0]
+    return None if None in refusals else refusals[0]
+
+
+def _write_back(view: ir.Node, node: onnx.NodeProto, rule: Rule) -> None:
+    """Carries a rewritten view over to the node of the model, attribute references included."""
+    node.domain = view.domain
+    node.op_type = view.op_type
+    present = {attribute.name for attribute in node.attribute}
+    node.attribute.extend(
+        ir.to_proto(attribute)
+        for name, attribute in view.attributes.items()
+        if name not in present
+    )
+    stale = [entry for entry in node.metadata_props if entry.key == domain.RULE_KEY]
+    for entry in stale:
+        node.metadata_props.remove(entry)
+    node.metadata_props.add(key=domain.RULE_KEY, value=rule.name)

@@ -1,0 +1,68 @@
+"""What the rewriter says about each candidate node: taken by which rule, or left alone and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Reason(enum.StrEnum):
+    """Why a candidate node was left as it is."""
+
+    NO_RULE = "no-rule"
+    DISABLED = "disabled"
+    ALREADY_REWRITTEN = "already-rewritten"
+    OVERRIDDEN = "overridden"
+    OPSET = "opset"
+    FUNCTION_OPSET = "function-opset"
+    INVALID = "invalid"
+    DTYPE_UNKNOWN = "dtype-unknown"
+    DTYPE_UNSUPPORTED = "dtype-unsupported"
+    CONSTANT = "constant"
+    STATIC = "static"
+    NEVER_CALLED = "never-called"
+    UNBOUND_ATTRIBUTE = "unbound-attribute"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A rule's answer for a node that it must not take."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One candidate node.
+
+    Attributes:
+        name: The node's name; may be empty or shared with another node.
+        op_type: MatMul, Gemm, Conv or ConvTranspose.
+        where: The graph that holds the node, e.g. `graph`, `graph/If[cond].then_branch`,
+            `function my.domain.Linear`.
+        output: Name of the node's first output, unique within its graph; empty for a malformed node.
+        rule: Name of the rule that is responsible for the node, or None where there is none.
+        refusal: None if the rule took the node.
+    """
+
+    name: str
+    op_type: str
+    where: str
+    output: str
+    rule: str | None
+    refusal: Refusal | None
+
+    @property
+    def taken(self) -> bool:
+        return self.refusal is None
+
+    @property
+    def reason(self) -> Reason | None:
+        """The code of the refusal; None if the node was taken."""
+        return self.refusal.reason if self.refusal else None
+
+    @property
+    def detail(self) -> str:
+        """The refusal in words, with the offending value; empty if the node was taken."""
+        return self.refusal.detail if self.refusal else ""

@@ -1,0 +1,154 @@
+"""What a rule is, and the refusals that the rules for matrix products share."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import onnx
+import onnx_ir as ir
+
+from .report import Reason, Refusal
+from .typed_graph import is_constant
+
+MIN_OPSET = 7
+DTYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """What a rule must know beyond the node.
+
+    Attributes:
+        opset: ai.onnx version of the graph or function that holds the node; None if not imported.
+        body_opset: ai.onnx version that the bodies of `ai.moonpoly` functions import.
+        static: Whether nodes whose shapes are all known are taken too.
+        overridden: Standard operators for which the model has functions of its own.
+    """
+
+    opset: int | None
+    body_opset: int | None
+    static: bool
+    overridden: frozenset[str]
+
+
+class Rule(abc.ABC):
+    """Replaces one kind of node. Rules hold no state.
+
+    A node inside a model-local function is checked once for each signature it is called with, so
+    its types are always those of one call.
+    """
+
+    name: ClassVar[str]
+    """What selects the rule in `rules=` and `disable=`, and what is stamped on its nodes."""
+    op_type: ClassVar[str]
+    """The standard operator whose nodes are the rule's candidates."""
+    transformation: ClassVar[str]
+    """The rewrite with an arrow, in one line."""
+
+    @abc.abstractmethod
+    def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
+        """The first reason why `node` must stay, or None."""
+
+    @abc.abstractmethod
+    def rewrite(self, node: ir.Node) -> None:
+        """Changes `node` in place; its name, inputs, outputs, doc string and metadata stay."""
+
+
+def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
+    """Operators before opset 7 differ (Gemm had `broadcast`); those after `onnx`'s last are unknown."""
+    newest = onnx.defs.onnx_opset_version()
+    if node.op_type in scope.overridden:
+        return Refusal(
+            Reason.OVERRIDDEN, f"the model defines a function {node.op_type} of its own in ai.onnx"
+        )
+    if scope.opset is None or scope.body_opset is None:
+        return Refusal(Reason.OPSET, "the model imports no version of ai.onnx")
+    if scope.opset < MIN_OPSET:
+        return Refusal(
+            Reason.OPSET, f"ai.onnx version {scope.opset}; {MIN_OPSET} and later are supported"
+        )
+    if scope.opset > newest:
+        return Refusal(
+            Reason.OPSET,
+            f"ai.onnx version {scope.opset} is newer than the installed onnx {onnx.__version__} "
+            f"knows ({newest}); update onnx",
+        )
+    if _schema(node, scope.opset) != _schema(node, min(scope.body_opset, newest)):
+        return Refusal(
+            Reason.FUNCTION_OPSET,
+            f"the function imports ai.onnx version {scope.opset}, where {node.op_type} differs from "
+            f"that of version {scope.body_opset}, which the model imports",
+        )
+    return None
+
+
+def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
+    """What the operator's schema forbids: number of operands, attributes, several outputs."""
+    schema = onnx.defs.get_schema(node.op_type, scope.opset or MIN_OPSET)
+    operands = len(node.inputs)
+    if not schema.min_input <= operands <= schema.max_input:
+        return _invalid(f"{operands} inputs; {schema.min_input} to {schema.max_input} are legal")
+    if any(operand is None for operand in node.inputs[: schema.min_input]):
+        return _invalid("a mandatory input is empty")
+    if len(node.outputs) != 1 or not node.outputs[0].name:
+        return _invalid("not exactly one output")
+    for name, attribute in node.attributes.items():
+        if name not in schema.attributes:
+            return _invalid(f"attribute {name!r} is unknown to {node.op_type}-{schema.since_version}")
+        if int(attribute.type) != int(schema.attributes[name].type.value):
+            return _invalid(f"attribute {name!r} is of type {attribute.type.name}")
+    return None
+
+
+def refuse_dtype(node: ir.Node, scope: Scope) -> Refusal | None:
+    """All operands and the output of a product have one dtype, so one known dtype proves the rest."""
+    found = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
+    known = sorted(dtype for dtype in found if dtype not in (None, ir.DataType.UNDEFINED))
+    if not known:
+        return Refusal(Reason.DTYPE_UNKNOWN, "neither an operand nor the output has a known dtype")
+    if len(known) > 1:
+        return _invalid(f"operands of different dtypes: {', '.join(d.name for d in known)}")
+    schema = onnx.defs.get_schema(node.op_type, scope.opset or MIN_OPSET)
+    legal = schema.type_constraints[0].allowed_type_strs
+    if known[0] not in DTYPES or f"tensor({_type_name(known[0])})" not in legal:
+        return Refusal(
+            Reason.DTYPE_UNSUPPORTED,
+            f"dtype {known[0].name}; supported are {', '.join(d.name for d in DTYPES)}, as far as "
+            f"{node.op_type}-{schema.since_version} allows them",
+        )
+    return None
+
+
+def refuse_static(node: ir.Node, scope: Scope) -> Refusal | None:
+    """Constant products are folded by ONNX Runtime; static ones are tuned well by vendor libraries."""
+    activations = [value for value in node.inputs[:2] if value is not None and not is_constant(value)]
+    if not activations:
+        return Refusal(Reason.CONSTANT, "all operands are constant")
+    if scope.static or not all(is_static(value) for value in activations):
+        return None
+    shapes = " and ".join(f"{value.name}: {value.shape}" for value in activations)
+    return Refusal(Reason.STATIC, f"every dimension is known ({shapes}); static=True takes it")
+
+
+def is_static(value: ir.Value) -> bool:
+    """Whether every dimension is a known positive number.
+
+    Exporters write 0 and -1 for "unknown", so those do not count as known.
+    """
+    return value.shape is not None and all(
+        isinstance(size, int) and size > 0 for size in value.shape
+    )
+
+
+def _schema(node: ir.Node, opset: int) -> int:
+    return int(onnx.defs.get_schema(node.op_type, opset).since_version)
+
+
+def _type_name(dtype: ir.DataType) -> str:
+    return dtype.name.lower()
+
+
+def _invalid(detail: str) -> Refusal:
+    return Refusal(Reason.INVALID, detail)

@@ -1,0 +1,178 @@
+"""A model without its weights: what type inference and onnx_ir work on.
+
+A copy of the model in which every large or external tensor has lost its payload and kept name, dtype
+and dims. So shape inference works on models of any size, no external data is read, and no weight is
+held twice. Nothing of a skeleton is ever written back but the nodes that a rule changed, hence it
+may drop what onnx_ir 1.1 cannot represent (map types, sparse tensors, training info) and everything
+that a rewrite has no need of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import onnx
+from google.protobuf.message import Message
+
+KEPT_ELEMENTS = 1024
+"""Tensors up to this size stay: shape inference reads the operands of Reshape, Slice and the like."""
+
+_MAY_HOLD_TENSORS = {"ModelProto", "GraphProto", "NodeProto", "AttributeProto", "FunctionProto"}
+
+TensorCopier = Callable[[onnx.TensorProto, onnx.TensorProto], None]
+
+
+def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model as described above; `model` itself is not changed."""
+    result = onnx.ModelProto()
+    copy_message(model, result, _copy_without_payload)
+    result.ClearField("training_info")
+    for graph in _graphs(result):
+        _densify(graph)
+        for info in (*graph.input, *graph.output, *graph.value_info):
+            _simplify(info)
+        for node in graph.node:
+            _drop_unsupported(node)
+    for function in result.functions:
+        for info in function.value_info:
+            _simplify(info)
+        for node in function.node:
+            _drop_unsupported(node)
+    return result
+
+
+def copy_message(source: Message, target: Message, copy_tensor: TensorCopier) -> None:
+    """Copies an ONNX message of any kind into an empty one; tensors are left to `copy_tensor`."""
+    if isinstance(source, onnx.NodeProto) and not any(map(_holds_tensors, source.attribute)):
+        target.CopyFrom(source)
+        return
+    for field, value in source.ListFields():
+        kind = field.message_type
+        if kind is None or (kind.name not in _MAY_HOLD_TENSORS and kind.name != "TensorProto"):
+            _copy_field(target, field.name, value)
+            continue
+        copied: list[tuple[Any, Any]]
+        if isinstance(value, Message):
+            copied = [(value, getattr(target, field.name))]
+            copied[0][1].SetInParent()
+        else:
+            copied = [(item, getattr(target, field.name).add()) for item in value]
+        for item, copy in copied:
+            if isinstance(item, onnx.TensorProto):
+                copy_tensor(item, copy)
+            else:
+                copy_message(item, copy, copy_tensor)
+
+
+def _copy_field(target: Message, name: str, value: Any) -> None:
+    if isinstance(value, Message):
+        getattr(target, name).CopyFrom(value)
+    elif isinstance(value, int | float | str | bytes):
+        setattr(target, name, value)
+    else:
+        getattr(target, name).extend(value)
+
+
+def _holds_tensors(attribute: onnx.AttributeProto) -> bool:
+    return bool(
+        attribute.HasField("t")
+        or attribute.HasField("g")
+        or attribute.tensors
+        or attribute.graphs
+    )
+
+
+def _copy_without_payload(source: onnx.TensorProto, target: onnx.TensorProto) -> None:
+    external = source.data_location == onnx.TensorProto.EXTERNAL
+    if source.data_type == onnx.TensorProto.STRING or (
+        not external and math.prod(source.dims) <= KEPT_ELEMENTS
+    ):
+        target.CopyFrom(source)
+    else:
+        _make_placeholder(target, source.name, source.data_type, source.dims)
+
+
+def _make_placeholder(
+    target: onnx.TensorProto, name: str, data_type: int, dims: Iterable[int]
+) -> None:
+    target.name = name
+    target.data_type = data_type
+    target.dims.extend(dims)
+    target.data_location = onnx.TensorProto.EXTERNAL
+    target.external_data.add(key="location", value="omitted")
+
+
+def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
+    """The graphs among a node's attributes, each with the attribute's name (and index in a list)."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.name, attribute.g
+        for index, graph in enumerate(attribute.graphs):
+            yield f"{attribute.name}[{index}]", graph
+
+
+def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
+    pending = [model.graph]
+    for function in model.functions:
+        pending.extend(graph for node in function.node for _, graph in subgraphs(node))
+    while pending:
+        graph = pending.pop()
+        yield graph
+        pending.extend(inner for node in graph.node for _, inner in subgraphs(node))
+
+
+def _densify(graph: onnx.GraphProto) -> None:
+    """Sparse initializers are dense tensors to every operator that reads them."""
+    for sparse in graph.sparse_initializer:
+        values = sparse.values
+        _make_placeholder(graph.initializer.add(), values.name, values.data_type, sparse.dims)
+    graph.ClearField("sparse_initializer")
+
+
+def _simplify(info: onnx.ValueInfoProto) -> None:
+    """Drops types that onnx_ir refuses, and sizes that exporters write for "unknown"."""
+    if not _representable(info.type):
+        info.ClearField("type")
+    elif info.type.HasField("tensor_type"):
+        for dimension in info.type.tensor_type.shape.dim:
+            if dimension.HasField("dim_value") and dimension.dim_value <= 0:
+                dimension.ClearField("dim_value")
+
+
+def _representable(type_: onnx.TypeProto) -> bool:
+    kind = type_.WhichOneof("value")
+    if kind == "sequence_type":
+        return _representable(type_.sequence_type.elem_type)
+    if kind == "optional_type":
+        return _representable(type_.optional_type.elem_type)
+    return kind in ("tensor_type", "sparse_tensor_type")
+
+
+def _drop_unsupported(node: onnx.NodeProto) -> None:
+    kept = [attribute for attribute in node.attribute if _supported(attribute)]
+    if len(kept) != len(node.attribute):
+        del node.attribute[:]
+        node.attribute.extend(kept)
+
+
+def _supported(attribute: onnx.AttributeProto) -> bool:
+    kind = attribute.type
+    if kind in (onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS):
+        return False
+    if kind == onnx.AttributeProto.TYPE_PROTO:
+        return attribute.HasField("ref_attr_name") or _representable(attribute.tp)
+    if kind == onnx.AttributeProto.TYPE_PROTOS:
+        return all(map(_representable, attribute.type_protos))
+    if kind == onnx.AttributeProto.STRINGS:
+        return all(map(_is_utf8, attribute.strings))
+    return True
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

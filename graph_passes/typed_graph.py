@@ -1,0 +1,253 @@
+"""Types and shapes of every node, in graphs, subgraphs and functions.
+
+A function has no types of its own, they come from its calls. So each function body is inferred once
+for each signature that it is called with, as a graph whose inputs have the types of that call and
+whose attribute references are bound to that call's attributes. A node of a function thus has as
+many typed views as its function has signatures, and what must hold of it must hold of each view; a
+node of the main graph or of a subgraph has one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import onnx
+import onnx_ir as ir
+
+from moonpoly_ort.errors import ModelError
+
+from .skeleton import skeleton, subgraphs
+
+logger = logging.getLogger(__name__)
+
+_ORIGIN = "moonpoly.origin"
+"""In a skeleton node's metadata: the number of the node, in the order of `walk`."""
+
+_RANDOM = frozenset(
+    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli"}
+    | {"Multinomial", "Dropout"}
+)
+
+FunctionId = tuple[str, str, str]
+
+
+def walk(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.FunctionProto | None, onnx.NodeProto]]:
+    """Every node with the path of its graph and the function that holds it, in a fixed order."""
+    for where, node in _walk_nodes("graph", model.graph.node):
+        yield where, None, node
+    for function in model.functions:
+        name = ".".join(filter(None, (function.domain, function.name, _overload(function))))
+        for where, node in _walk_nodes(f"function {name}", function.node):
+            yield where, function, node
+
+
+def _walk_nodes(where: str, nodes: object) -> Iterator[tuple[str, onnx.NodeProto]]:
+    for index, node in enumerate(nodes):  # type: ignore[arg-type,var-annotated]
+        yield where, node
+        for attribute, graph in subgraphs(node):
+            label = node.name or f"#{index}"
+            yield from _walk_nodes(f"{where}/{node.op_type}[{label}].{attribute}", graph.node)
+
+
+def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
+    """The typed views of each node, by its number in the order of `walk`.
+
+    A node of a function that is never called has none.
+
+    Raises:
+        ModelError: The graph is not valid ONNX: a tensor with two producers, a cycle, recursion.
+    """
+    numbered = skeleton(model)
+    for number, (_, _, node) in enumerate(walk(numbered)):
+        node.metadata_props.add(key=_ORIGIN, value=str(number))
+    _refuse_recursion(numbered)
+    ordered = _topologically_sorted(numbered)
+    views = _Views(ordered)
+    views.visit(ordered)
+    return views.by_origin
+
+
+class _Views:
+    """Collects the views: walks a typed graph and enters each function that it calls."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.by_origin: dict[int, list[ir.Node]] = defaultdict(list)
+        self._functions = {_function_id(function): function for function in model.functions}
+        self._seen: set[tuple[object, ...]] = set()
+
+    def visit(self, model: onnx.ModelProto) -> None:
+        graph = _deserialize(_infer(model)).graph
+        for node in graph.all_nodes():
+            origin = node.metadata_props.pop(_ORIGIN, None)
+            if origin is not None:
+                self.by_origin[int(origin)].append(node)
+            function = self._functions.get((node.domain, node.op_type, node.overload))
+            if function is not None:
+                self._call(function, node)
+
+    def _call(self, function: onnx.FunctionProto, call: ir.Node) -> None:
+        declared = {*function.attribute, *(default.name for default in function.attribute_proto)}
+        bound = {default.name: default for default in function.attribute_proto}
+        for name, attribute in call.attributes.items():
+            if name in declared and not attribute.is_ref():
+                bound[name] = ir.to_proto(attribute)
+        inputs = [
+            None if value is None else _anonymous_type(value)
+            for value in (*call.inputs, *[None] * (len(function.input) - len(call.inputs)))
+        ]
+        signature = (
+            _function_id(function),
+            tuple(None if type_ is None else type_.SerializeToString() for type_ in inputs),
+            tuple((name, bound[name].SerializeToString()) for name in sorted(bound)),
+        )
+        if signature not in self._seen:
+            self._seen.add(signature)
+            self.visit(self._instance(function, inputs, bound))
+
+    def _instance(
+        self,
+        function: onnx.FunctionProto,
+        inputs: list[onnx.TypeProto | None],
+        bound: Mapping[str, onnx.AttributeProto],
+    ) -> onnx.ModelProto:
+        """The function's body as a model of its own."""
+        model = onnx.ModelProto(
+            ir_version=onnx.IR_VERSION,
+            opset_import=function.opset_import,
+            functions=self._functions.values(),
+        )
+        graph = model.graph
+        graph.name = function.name
+        absent = set()
+        for name, type_ in zip(function.input, inputs, strict=False):
+            if type_ is None:
+                absent.add(name)
+            else:
+                graph.input.add(name=name, type=type_)
+        graph.node.extend(function.node)
+        graph.value_info.extend(
+            info for info in function.value_info if info.name not in function.input
+        )
+        graph.output.extend(onnx.ValueInfoProto(name=name) for name in function.output)
+        for node in graph.node:
+            _bind(node, absent, bound)
+        return model
+
+
+def _bind(
+    node: onnx.NodeProto, absent: set[str], bound: Mapping[str, onnx.AttributeProto]
+) -> None:
+    """Replaces attribute references by the call's attributes and absent inputs by empty names."""
+    attributes = []
+    for attribute in node.attribute:
+        if not attribute.ref_attr_name:
+            attributes.append(attribute)
+        elif attribute.ref_attr_name in bound:
+            value = onnx.AttributeProto()
+            value.CopyFrom(bound[attribute.ref_attr_name])
+            value.name = attribute.name
+            attributes.append(value)
+    if any(attribute.ref_attr_name for attribute in node.attribute):
+        del node.attribute[:]
+        node.attribute.extend(attributes)
+    for index, name in enumerate(node.input):
+        if name in absent:
+            node.input[index] = ""
+    for _, graph in subgraphs(node):
+        for inner in graph.node:
+            _bind(inner, absent, bound)
+
+
+def _anonymous_type(value: ir.Value) -> onnx.TypeProto:
+    """The type without names of symbolic dimensions, so that equal signatures compare equal."""
+    type_: onnx.TypeProto = ir.to_proto(value).type
+    if type_.HasField("tensor_type"):
+        for dimension in type_.tensor_type.shape.dim:
+            dimension.ClearField("dim_param")
+    return type_
+
+
+def _topologically_sorted(model: onnx.ModelProto) -> onnx.ModelProto:
+    """ONNX Runtime accepts nodes in any order, shape inference does not."""
+    sorted_model = _deserialize(model)
+    try:
+        sorted_model.graph.sort()
+        for function in sorted_model.functions.values():
+            function.sort()
+    except ValueError as error:
+        raise ModelError(f"The model's graph is not valid ONNX: {error}") from error
+    return ir.to_proto(sorted_model)
+
+
+def _deserialize(model: onnx.ModelProto) -> ir.Model:
+    try:
+        return ir.from_proto(model)
+    except (ir.serde.SerdeError, ValueError, TypeError, KeyError) as error:
+        cause = error
+        while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
+        raise ModelError(f"The model's graph is not valid ONNX: {cause}") from error
+
+
+def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Shape inference as far as it gets; a model that it rejects keeps the types it declares."""
+    try:
+        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError) as error:
+        logger.info("shape inference of %s failed: %s", model.graph.name or "the model", error)
+        return model
+
+
+def _refuse_recursion(model: onnx.ModelProto) -> None:
+    """Functions may not call themselves; inlining and inference would never end."""
+    calls: dict[FunctionId, set[FunctionId]] = {
+        _function_id(function): set() for function in model.functions
+    }
+    for _, function, node in walk(model):
+        callee = (node.domain, node.op_type, _overload(node))
+        if function is not None and callee in calls:
+            calls[_function_id(function)].add(callee)
+    while leaves := [caller for caller, callees in calls.items() if not callees]:
+        for leaf in leaves:
+            del calls[leaf]
+        for callees in calls.values():
+            callees.difference_update(leaves)
+    if calls:
+        names = ", ".join(sorted(f"{domain}.{name}" for domain, name, _ in calls))
+        raise ModelError(f"Functions of the model call themselves, which ONNX forbids: {names}")
+
+
+def _function_id(function: onnx.FunctionProto) -> FunctionId:
+    return function.domain, function.name, _overload(function)
+
+
+def _overload(message: onnx.FunctionProto | onnx.NodeProto) -> str:
+    return str(message.overload)
+
+
+def is_constant(value: ir.Value) -> bool:
+    """Whether a value is computed from initializers and constants alone.
+
+    An initializer that is also a graph input may be overridden, so it is not constant.
+    """
+    pending, seen = [value], set()
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        producer = current.producer()
+        if producer is None:
+            if not current.is_initializer() or current.is_graph_input():
+                return False
+        elif producer.domain or producer.op_type in _RANDOM or any(map(_is_graph, producer.attributes.values())):
+            return False
+        else:
+            pending.extend(operand for operand in producer.inputs if operand is not None)
+    return True
+
+
+def _is_graph(attribute: ir.Attr) -> bool:
+    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)

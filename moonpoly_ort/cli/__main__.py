@@ -1,0 +1,5 @@
+"""`python -m moonpoly_ort.cli` is `moonpoly`."""
+
+from . import main
+
+main()

@@ -1,0 +1,254 @@
+"""`moonpoly rewrite`, `run` and `explain`: commands that take a model."""
+
+from __future__ import annotations
+
+import os
+import time
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from .. import dependencies
+from ..errors import DeviceError, InputError, ModelError, OutputError
+from .terminal import console, parse_dims, print_json, progress, table
+
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model.")]
+Dims = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dim",
+        metavar="NAME=SIZE",
+        help="Size of a symbolic dimension (batch=1), or an input's shape (x=1,3,48,320). Repeatable.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _list_rules(asked: bool) -> None:
+    if asked:
+        from ..rewriting import list_rules
+
+        rules = [(rule.name, rule.transformation) for rule in list_rules()]
+        console().print(table("", ("rule", "what it does"), rules))
+        raise typer.Exit
+
+
+def rewrite(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The ONNX model.")],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="Where the rewritten model goes.")
+    ] = None,
+    static: Annotated[
+        bool, typer.Option(help="Take nodes whose shapes are all fixed, too.")
+    ] = False,
+    rules: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Apply only this rule. Repeatable.")
+    ] = None,
+    disable: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Leave this rule out. Repeatable.")
+    ] = None,
+    list_rules: Annotated[
+        bool, typer.Option("--list-rules", is_eager=True, callback=_list_rules, help="List the rules.")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Say of every node why it was taken or not.")
+    ] = False,
+    as_json: AsJson = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report, write nothing.")] = False,
+) -> None:
+    """Replace MatMul and Gemm nodes by MoonPoly's ops. The result runs in any ONNX Runtime."""
+    from ..rewriting import rewrite as rewrite_model
+
+    if (target is None) != dry_run:
+        raise typer.BadParameter("give either OUT or --dry-run")
+    result = rewrite_model(source, target, static=static, rules=rules or None, disable=disable or ())
+    entries = list(result.report)
+    if as_json:
+        print_json(
+            {
+                "input": str(source),
+                "output": str(target) if target else None,
+                "taken": sum(entry.taken for entry in entries),
+                "nodes": [describe_entry(entry) for entry in entries],
+            }
+        )
+        return
+    out = console()
+    if report:
+        columns = ("node", "op", "where", "rule", "why not")
+        out.print(table("", columns, [list(describe_entry(entry).values())[:5] for entry in entries]))
+    taken = sum(entry.taken for entry in entries)
+    out.print(f"{taken} of {len(entries)} candidate nodes taken", markup=False)
+    for reason, count in Counter(str(e.reason) for e in entries if not e.taken).most_common():
+        out.print(f"  {count} left: {reason}", markup=False)
+    if target:
+        out.print(f"written to {target}", markup=False)
+
+
+def describe_entry(entry: Any) -> dict[str, Any]:
+    """One entry of a rewrite report as plain data."""
+    return {
+        "node": entry.name or entry.output,
+        "op": entry.op_type,
+        "where": entry.where,
+        "rule": entry.rule or "",
+        "why_not": "" if entry.taken else f"{entry.reason}: {entry.detail}",
+        "taken": entry.taken,
+    }
+
+
+def run(
+    model: ModelPath,
+    inputs: Annotated[
+        Path | None, typer.Option(metavar="X.npz", help="Inputs by name; without it they are random.")
+    ] = None,
+    dim: Dims = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    outputs: Annotated[
+        Path | None, typer.Option(metavar="Y.npz", help="Where the outputs go, by name.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="auto, cuda or interpreter.")] = "auto",
+    precision: Annotated[str, typer.Option(help="tf32 or ieee: how fp32 is multiplied.")] = "tf32",
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="cpu, cuda or a full provider name, in order. Repeatable."),
+    ] = None,
+    pack: Annotated[Path | None, typer.Option(help="The kernel pack to use.")] = None,
+    repeat: Annotated[int, typer.Option(min=0, help="Run so many times more and time it.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a model once, rewritten on the fly, on inputs from a file or of given sizes."""
+    dependencies.load("onnxruntime", "running a model")
+    from ..session import InferenceSession
+
+    providers = _providers(provider, backend)
+    values = _load_inputs(inputs, dim) if inputs else _random_inputs(model, dim, seed)
+    session = _open(
+        InferenceSession, model, providers=providers, backend=backend, precision=precision, pack=pack
+    )
+    names = [output.name for output in session.get_outputs()]
+    try:
+        results = session.run(None, values)
+        times = []
+        with progress("running") as report:
+            for i in range(repeat):
+                start = time.perf_counter()
+                session.run(None, values)
+                times.append((time.perf_counter() - start) * 1e3)
+                report(i + 1, repeat)
+    except Exception as error:  # onnxruntime has no common base for its errors
+        raise InputError(f"{model} did not run on these inputs: {error}") from error
+    if outputs:
+        save_arrays(outputs, dict(zip(names, results, strict=True)))
+    shapes = {name: list(np.shape(value)) for name, value in zip(names, results, strict=True)}
+    timing = {"median_ms": float(np.median(times)), "min_ms": min(times)} if times else None
+    if as_json:
+        print_json(
+            {
+                "backend": session.moonpoly_backend,
+                "providers": session.get_providers(),
+                "inputs": {name: list(value.shape) for name, value in values.items()},
+                "outputs": shapes,
+                "time": timing,
+            }
+        )
+        return
+    out = console()
+    rows = [("input", name, value.dtype, list(value.shape)) for name, value in values.items()]
+    rows += [
+        ("output", name, getattr(value, "dtype", type(value).__name__), shapes[name])
+        for name, value in zip(names, results, strict=True)
+    ]
+    out.print(table("", ("", "name", "type", "shape"), rows))
+    out.print(f"backend {session.moonpoly_backend}, providers {', '.join(session.get_providers())}")
+    if timing:
+        out.print(f"median {timing['median_ms']:.3f} ms, least {timing['min_ms']:.3f} ms, {repeat} runs")
+    if outputs:
+        out.print(f"written to {outputs}", markup=False)
+
+
+def _providers(given: list[str] | None, backend: str) -> list[str]:
+    short = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+    ort = dependencies.load("onnxruntime", "running a model")
+    available = ort.get_available_providers()
+    if not given:
+        given = ["cuda", "cpu"] if backend != "interpreter" and short["cuda"] in available else ["cpu"]
+        if backend == "cuda" and "cuda" not in given:
+            given = ["cuda", "cpu"]
+    wanted = [short.get(name.lower(), name) for name in given]
+    if unknown := [name for name in wanted if name not in available]:
+        raise DeviceError(
+            f"this onnxruntime {ort.__version__} has no {unknown[0]}; it has {', '.join(available)}"
+        )
+    return wanted
+
+
+def _load_inputs(path: Path, dim: list[str] | None) -> dict[str, np.ndarray[Any, Any]]:
+    if dim:
+        raise typer.BadParameter("give either --inputs or --dim")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        raise InputError(f"cannot read inputs from {path}: {error}. An .npz of numpy.savez is expected.") from error
+
+
+def _random_inputs(path: Path, dim: list[str] | None, seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    from ..rewriting import read_model
+    from ..sizing import feeds
+
+    return feeds(read_model(path), parse_dims(dim or ()), seed)
+
+
+def _open(session: Any, model: Path, **arguments: Any) -> Any:
+    try:
+        return session(model, **arguments)
+    except Exception as error:
+        if type(error).__module__.startswith("onnxruntime"):
+            raise ModelError(f"ONNX Runtime cannot load {model}: {error}") from error
+        raise
+
+
+def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """Writes an .npz aside and renames it into place. Raises `OutputError`."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(aside, "w") as archive:
+            for name, value in arrays.items():
+                if not isinstance(value, np.ndarray):
+                    raise OutputError(f"output {name!r} is a {type(value).__name__}; an .npz holds tensors only")
+                array = value.astype(str) if value.dtype == object else value
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
+        os.replace(aside, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def explain(
+    model: ModelPath,
+    dim: Dims = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Name of a known GPU; by default the one here, else H200.")
+    ] = None,
+    precision: Annotated[str, typer.Option(help="tf32 or ieee: how fp32 is multiplied.")] = "tf32",
+    pack: Annotated[Path | None, typer.Option(help="The kernel pack to plan with.")] = None,
+    node: Annotated[str | None, typer.Option(help="Only the node of this name.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the kernels chosen for every node at given sizes. Needs no GPU."""
+    from ..explaining import explain as explain_model
+
+    plans = explain_model(
+        model, parse_dims(dim or ()), gpu=gpu, precision=precision, pack=pack, node=node
+    )
+    if as_json:
+        print_json(plans.as_dict())
+    else:
+        console().print(plans)

@@ -1,0 +1,334 @@
+"""Reading models, and writing them with their external data: streamed, aside, then renamed.
+
+A model file and its data files appear under their names only when all of them are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import IO
+
+import onnx
+from google.protobuf.message import DecodeError, Message
+
+from .errors import ModelError, OutputError
+from .graph_passes.skeleton import copy_message
+
+PROTOBUF_LIMIT = 2**31 - 2**26
+"""Payload above which a model is written with external data: 2 GB less room for the graph."""
+
+_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
+_ALIGNMENT = 4096  # offsets in a data file, for memory mapping
+_CHUNK = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model in memory and where it came from.
+
+    Attributes:
+        model: The model; external data stays on disk.
+        path: The model's file, or None.
+        folder: What locations of external data are relative to; None if unknown.
+    """
+
+    model: onnx.ModelProto
+    path: Path | None
+    folder: Path | None
+
+
+def read(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    folder: str | os.PathLike[str] | None = None,
+) -> Source:
+    """Reads a model without its external data.
+
+    Args:
+        model: A path, a serialized model, or a ModelProto, which is copied.
+        folder: Where external data lies, if not beside the model's file.
+
+    Raises:
+        ModelError: There is no such file, it cannot be read, or it holds no ONNX model.
+        TypeError: `model` is of another type.
+    """
+    if isinstance(model, onnx.ModelProto):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        _refuse_empty(copy, "The ModelProto")
+        return Source(copy, None, None if folder is None else Path(folder))
+    if isinstance(model, bytes | bytearray | memoryview):
+        proto = _parse(bytes(model), f"The {len(model)} bytes given")
+        return Source(proto, None, None if folder is None else Path(folder))
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(
+            f"model is a {type(model).__name__}; a path, bytes or an onnx.ModelProto is accepted"
+        )
+    path = Path(model)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"Cannot read the model {str(path)!r}: {error.strerror}.") from error
+    return Source(
+        _parse(data, f"{str(path)!r}"), path, path.parent if folder is None else Path(folder)
+    )
+
+
+def _parse(data: bytes, what: str) -> onnx.ModelProto:
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(data)
+    except DecodeError as error:
+        hint = (
+            " It is larger than 2 GB, which no ONNX file can be: store the weights as external data."
+            if len(data) >= 2**31
+            else ""
+        )
+        raise ModelError(
+            f"{what} ({len(data)} bytes) is not an ONNX model, or is corrupt or truncated.{hint} "
+            "Accepted is an ONNX ModelProto in binary form, as onnx.save writes it."
+        ) from error
+    _refuse_empty(model, what)
+    return model
+
+
+def _refuse_empty(model: onnx.ModelProto, what: str) -> None:
+    # Protobuf takes empty input, and much that is not ONNX, for a message without fields.
+    if model.ir_version <= 0 or not model.HasField("graph"):
+        raise ModelError(
+            f"{what} is not an ONNX model: it has no "
+            f"{'graph' if model.ir_version > 0 else 'IR version'}. Accepted is an ONNX ModelProto in "
+            "binary form, as onnx.save writes it."
+        )
+
+
+def tensors(message: Message) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model: initializers, attributes, subgraphs and functions."""
+    if isinstance(message, onnx.TensorProto):
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        for item in [value] if isinstance(value, Message) else value:
+            yield from tensors(item)
+
+
+def write(
+    source: Source, output: str | os.PathLike[str], *, overwrite: bool = False
+) -> Path:
+    """Writes a model and, into the same folder, the external data that it refers to.
+
+    Data files keep their names, so in the source's own folder they serve both models. A model whose
+    weights are in memory and exceed 2 GB gets a new data file, `<output>.data`.
+
+    Args:
+        source: The model.
+        output: The model's file; one that exists is replaced.
+        overwrite: Replace data files that exist with other content too.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ModelError: External data is missing or too short, or lies outside of the model's folder.
+        OutputError: `output` is the source or one of its data files, or cannot be written.
+    """
+    target = Path(output)
+    data_files = _data_files(source)
+    _refuse_target(target, source, data_files)
+    with _Staging() as staging:
+        for location, data in data_files.items():
+            copy = target.parent / location
+            if _same_file(copy, target):
+                raise OutputError(
+                    f"The output {str(target)!r} has the name of a data file of the model "
+                    f"({location!r}). Choose another name."
+                )
+            if copy.exists():
+                if _same_file(copy, data) or _same_content(copy, data):
+                    continue
+                if not overwrite:
+                    raise OutputError(
+                        f"{str(copy)!r} exists and differs from the model's data file of that name. "
+                        "Choose an empty folder, or pass overwrite=True to replace it."
+                    )
+            with open(data, "rb") as reader, staging.open(copy) as writer:
+                _copy_sparse(reader, writer)
+        model = source.model
+        if sum(len(tensor.raw_data) for tensor in tensors(model)) > PROTOBUF_LIMIT:
+            name = f"{target.name}.data"
+            while name in data_files:
+                name += ".data"
+            with staging.open(target.with_name(name)) as writer:
+                model = _externalized(model, name, writer)
+        with staging.open(target) as writer:
+            try:
+                writer.write(model.SerializeToString())
+            except (ValueError, Message.EncodeError if hasattr(Message, "EncodeError") else ValueError) as error:
+                raise OutputError(f"The model cannot be serialized: {error}") from error
+        staging.commit()
+    return target
+
+
+def _data_files(source: Source) -> dict[str, Path]:
+    """The model's data files by location, each checked to be there and long enough."""
+    needed: dict[str, int] = {}
+    for tensor in tensors(source.model):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        try:
+            end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+        except ValueError as error:
+            raise ModelError(
+                f"Tensor {tensor.name!r} has a malformed offset or length of external data: {error}"
+            ) from error
+        if not location or PurePath(location).is_absolute() or ".." in PurePath(location).parts:
+            raise ModelError(
+                f"Tensor {tensor.name!r} has its data in {location!r}; accepted are paths inside the "
+                "model's folder."
+            )
+        needed[location] = max(needed.get(location, 0), end)
+    if needed and source.folder is None:
+        raise ModelError(
+            f"The model has external data ({', '.join(sorted(needed))}) and was not given as a path, "
+            "so its place is unknown. Pass base_dir, the folder that holds it."
+        )
+    files = {location: Path(source.folder or "") / location for location in sorted(needed)}
+    for location, path in files.items():
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ModelError(
+                f"The model's external data {str(path)!r} cannot be read: {error.strerror}. Put it "
+                "beside the model."
+            ) from error
+        if not path.is_file() or size < needed[location]:
+            raise ModelError(
+                f"The model's external data {str(path)!r} has {size} bytes, {needed[location]} are "
+                "needed: it is truncated or belongs to another model."
+            )
+    return files
+
+
+def _refuse_target(target: Path, source: Source, data_files: dict[str, Path]) -> None:
+    if not target.parent.is_dir():
+        raise OutputError(f"The folder of the output {str(target)!r} does not exist. Create it first.")
+    if target.is_dir() or not target.name:
+        raise OutputError(f"The output {str(target)!r} is a folder; a file name is needed.")
+    if source.path is not None and _same_file(target, source.path):
+        raise OutputError(
+            f"The output {str(target)!r} is the input itself. Choose another name; the original is "
+            "never changed."
+        )
+    for path in data_files.values():
+        if _same_file(target, path):
+            raise OutputError(
+                f"The output {str(target)!r} is a data file of the input. Choose another name."
+            )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except FileNotFoundError:
+        return one.resolve() == other.resolve()
+
+
+def _same_content(one: Path, other: Path) -> bool:
+    if not one.is_file() or one.stat().st_size != other.stat().st_size:
+        return False
+    with open(one, "rb") as a, open(other, "rb") as b:
+        while block := a.read(_CHUNK):
+            if block != b.read(_CHUNK):
+                return False
+    return True
+
+
+def _copy_sparse(reader: IO[bytes], writer: IO[bytes]) -> None:
+    """Copies a file in pieces; holes stay holes where the file system knows them."""
+    size = os.fstat(reader.fileno()).st_size
+    position = 0
+    while position < size:
+        try:
+            start = os.lseek(reader.fileno(), position, os.SEEK_DATA)
+            end = os.lseek(reader.fileno(), start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # ENXIO: nothing but a hole up to the end
+                raise
+            break
+        reader.seek(start)
+        writer.seek(start)
+        while start < end:
+            block = reader.read(min(_CHUNK, end - start))
+            writer.write(block)
+            start += len(block)
+        position = end
+    writer.truncate(size)
+
+
+def _externalized(model: onnx.ModelProto, location: str, writer: IO[bytes]) -> onnx.ModelProto:
+    """A copy of `model` whose large tensors lie in `writer`, one after the other."""
+
+    def move(tensor: onnx.TensorProto, copy: onnx.TensorProto) -> None:
+        if len(tensor.raw_data) < _EXTERNAL_BYTES:
+            copy.CopyFrom(tensor)
+            return
+        writer.write(bytes(-writer.tell() % _ALIGNMENT))
+        for field, value in tensor.ListFields():
+            if field.name == "dims":
+                copy.dims.extend(value)
+            elif field.name == "metadata_props":
+                copy.metadata_props.extend(value)
+            elif field.name != "raw_data":
+                setattr(copy, field.name, value)
+        copy.data_location = onnx.TensorProto.EXTERNAL
+        copy.external_data.add(key="location", value=location)
+        copy.external_data.add(key="offset", value=str(writer.tell()))
+        copy.external_data.add(key="length", value=str(len(tensor.raw_data)))
+        writer.write(tensor.raw_data)
+
+    result = onnx.ModelProto()
+    copy_message(model, result, move)
+    return result
+
+
+class _Staging:
+    """Files written under temporary names; `commit` renames them, leaving without it removes them."""
+
+    def __init__(self) -> None:
+        self._files: list[tuple[Path, Path]] = []
+
+    def __enter__(self) -> _Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for aside, _target in self._files:
+            aside.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def open(self, target: Path) -> Iterator[IO[bytes]]:
+        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with open(aside, "xb") as file:
+                self._files.append((aside, target))
+                yield file
+        except OSError as error:
+            raise OutputError(f"Cannot write {str(target)!r}: {error.strerror or error}.") from error
+
+    def commit(self) -> None:
+        while self._files:
+            aside, target = self._files[0]
+            try:
+                os.replace(aside, target)
+            except OSError as error:
+                raise OutputError(f"Cannot write {str(target)!r}: {error.strerror}.") from error
+            del self._files[0]

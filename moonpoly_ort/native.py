@@ -1,0 +1,511 @@
+"""ctypes mirror of `custom_ops/runtime/moonpoly.h`: plain-data structs and thin classes over
+libmoonpoly_ort.so.
+
+Importing this module needs no library; the first call loads it, checks its API version and the
+size of every struct, and raises `NativeLibraryError` with the build command if it is missing or does
+not match.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+
+from .errors import (
+    DeviceError,
+    KernelMissingError,
+    MoonPolyError,
+    NativeLibraryError,
+    PackError,
+    ProblemError,
+)
+
+API_VERSION = 1
+MAX_REGIONS = 16
+
+
+class Dtype(IntEnum):
+    F16 = 0
+    BF16 = 1
+    F32 = 2
+
+
+class Precision(IntEnum):
+    """How fp32 is multiplied; fp16 and bf16 problems say TF32."""
+
+    TF32 = 0
+    IEEE = 1
+
+
+class Bias(IntEnum):
+    """Gemm's C by its broadcast: scalar, row and column are VECTOR."""
+
+    NONE = 0
+    VECTOR = 1
+    MATRIX = 2
+
+
+class Family(IntEnum):
+    GEMM_TMA = 0
+    GEMM_POINTER = 1
+
+
+class _Struct(ctypes.Structure):
+    """A struct that shows its fields and can be filled by keyword."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{field[0]}={getattr(self, field[0])!r}" for field in self._fields_)
+        return f"{type(self).__name__}({fields})"
+
+
+class Problem(_Struct):
+    """`mp_problem`: Y[z] = alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C, a(z) = z // a_div % a_mod
+    and b alike. Sizes and strides count elements, alignments bytes.
+    """
+
+    _fields_ = [
+        *((name, c_int32) for name in ("dtype", "precision", "trans_a", "trans_b")),
+        *((name, c_int64) for name in ("m", "n", "k", "batch", "lda", "ldb", "ldc")),
+        *((name, c_int64) for name in ("a_batch_stride", "b_batch_stride", "c_batch_stride")),
+        *((name, c_int32) for name in ("a_div", "a_mod", "b_div", "b_mod")),
+        *((name, c_int32) for name in ("align_a", "align_b", "align_c", "bias")),
+        ("bias_stride_m", c_int64),
+        ("bias_stride_n", c_int64),
+        ("alpha", c_float),
+        ("beta", c_float),
+    ]
+
+
+class Device(_Struct):
+    """`mp_device`: the attributes of a GPU that planning reads. Bytes, MHz, GB/s."""
+
+    _fields_ = [
+        ("_name", c_char * 64),
+        *(
+            (name, c_int32)
+            for name in (
+                "sm", "sm_count", "shared_per_sm", "shared_per_block", "registers_per_sm",
+                "threads_per_sm", "blocks_per_sm", "clock_mhz", "memory_clock_mhz",
+                "memory_bus_bits",
+            )
+        ),
+        ("l2_bytes", c_int64),
+        ("memory_bytes", c_int64),
+        ("bandwidth_gbps", c_double),
+    ]  # fmt: skip
+
+    def __init__(self, *, name: str = "", **attributes: float) -> None:
+        super().__init__(_name=name.encode(), **attributes)
+
+    @property
+    def name(self) -> str:
+        return str(self._name.decode())
+
+
+class Region(_Struct):
+    """`mp_region`: one launch, rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z)."""
+
+    _fields_ = [
+        ("kernel", c_int32),
+        ("split", c_int32),
+        *((name, c_int64) for name in ("m0", "m", "n0", "n", "z0", "z")),
+        *((name, c_int64) for name in ("grid", "workspace_bytes", "counters")),
+        ("predicted_us", c_double),
+    ]
+
+
+class Plan(_Struct):
+    """`mp_plan`: the regions that cover a problem, and the workspace they need."""
+
+    _fields_ = [
+        ("region_count", c_int32),
+        ("_measured", c_int32),
+        ("workspace_bytes", c_int64),
+        ("counters", c_int64),
+        ("predicted_us", c_double),
+        ("_regions", Region * MAX_REGIONS),
+    ]
+
+    @property
+    def measured(self) -> bool:
+        """Whether the costs came from a table measured on this GPU."""
+        return bool(self._measured)
+
+    @property
+    def regions(self) -> list[Region]:
+        return list(self._regions[: self.region_count])
+
+
+class DescShape(_Struct):
+    """`mp_desc_shape`: the TMA box (batch, rows, columns) and swizzle code of one operand."""
+
+    _fields_ = [("box", c_int32 * 3), ("swizzle", c_int32)]
+
+
+class KernelRecord(_Struct):
+    """`mp_kernel`: one micro-kernel of a pack."""
+
+    _fields_ = [
+        ("_name", c_char * 96),
+        ("_entry", c_char * 64),
+        *(
+            (name, c_int32)
+            for name in (
+                "family", "dtype", "precision", "trans_a", "trans_b", "bm", "bn", "bk", "warps",
+                "stages", "group_m", "split_k", "swap", "bias_matrix", "align_a", "align_b",
+                "align_c", "shared_bytes", "registers", "param_offset", "param_count",
+            )
+        ),
+        ("desc", DescShape * 3),
+        ("reserved", c_int32),
+        ("cubin_offset", c_int64),
+        ("cubin_bytes", c_int64),
+    ]  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        return str(self._name.decode())
+
+    @property
+    def entry(self) -> str:
+        return str(self._entry.decode())
+
+
+class Cost(_Struct):
+    """`mp_cost`: measured time of one wave (fixed) and of one K step, microseconds."""
+
+    _fields_ = [
+        (name, c_float) for name in ("fixed_us", "step_us", "single_step_us", "blocks_per_sm")
+    ]
+
+
+class Table(_Struct):
+    """`mp_table`: the head of a GPU's measured costs."""
+
+    _fields_ = [
+        ("gpu", c_char * 64),
+        ("sm_count", c_int32),
+        ("reserved", c_int32),
+        ("bandwidth_gbps", c_double),
+        ("launch_us", c_double),
+    ]
+
+
+class PackHeader(_Struct):
+    """`mp_pack_header`."""
+
+    _fields_ = [
+        ("magic", c_char * 8),
+        ("version", c_uint32),
+        ("sm", c_uint32),
+        ("file_bytes", c_uint64),
+        ("checksum", c_uint64),
+        *((name, c_uint32) for name in ("kernel_count", "param_count", "table_count")),
+        ("header_bytes", c_uint32),
+        *((f"{name}_offset", c_int64) for name in ("kernels", "params", "tables", "cubins")),
+        ("key", c_char * 64),
+        ("triton", c_char * 32),
+    ]
+
+
+class Stats(_Struct):
+    """`mp_stats`: counters since the library was loaded, over all sessions."""
+
+    _fields_ = [
+        ("plan_hits", c_int64),
+        ("plan_misses", c_int64),
+        ("launches", c_int64),
+        ("plan_miss_us_total", c_double),
+        ("plan_miss_us_max", c_double),
+    ]
+
+
+STRUCTS: dict[str, type[_Struct]] = {
+    "mp_problem": Problem,
+    "mp_device": Device,
+    "mp_region": Region,
+    "mp_plan": Plan,
+    "mp_desc_shape": DescShape,
+    "mp_kernel": KernelRecord,
+    "mp_cost": Cost,
+    "mp_table": Table,
+    "mp_pack_header": PackHeader,
+    "mp_stats": Stats,
+}
+
+_InterpretFn = ctypes.CFUNCTYPE(
+    c_int32, ctypes.POINTER(Problem), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
+    ctypes.POINTER(c_char), c_int32,
+)  # fmt: skip
+
+# One launch of the interpreter: (problem, plan, addresses of A, B, bias or None, Y).
+Interpreter = Callable[[Problem, Plan, int, int, int | None, int], None]
+
+_ERRORS: dict[int, type[MoonPolyError]] = {
+    1: ProblemError,
+    2: DeviceError,
+    3: PackError,
+    4: KernelMissingError,
+    5: DeviceError,
+    6: NativeLibraryError,
+}
+
+
+def library_path() -> Path:
+    """Path of libmoonpoly_ort.so, for `SessionOptions.register_custom_ops_library`.
+
+    Raises:
+        NativeLibraryError: it has not been built.
+    """
+    path = Path(__file__).resolve().parent / "libmoonpoly_ort.so"
+    if not path.is_file():
+        raise NativeLibraryError(
+            f"the native runtime {path} is missing; build it with `pip install .` (or "
+            "`pip install -e .` in a checkout), which needs a C++17 compiler such as g++"
+        )
+    return path
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = library_path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeLibraryError(
+            f"the native runtime {path} cannot be loaded: {error}; rebuild it with `pip install .`"
+        ) from error
+    version = library.mp_api_version()
+    if version != API_VERSION:
+        raise NativeLibraryError(
+            f"{path} has API version {version}, this package needs {API_VERSION}; "
+            "rebuild it with `pip install .`"
+        )
+    pointer = ctypes.POINTER
+    signatures: dict[str, tuple[object, list[object]]] = {
+        "mp_last_error": (ctypes.c_char_p, []),
+        "mp_struct_size": (c_int32, [ctypes.c_char_p]),
+        "mp_pack_open": (c_int32, [ctypes.c_char_p, pointer(c_void_p)]),
+        "mp_pack_close": (None, [c_void_p]),
+        "mp_pack_kernel_count": (c_int32, [c_void_p]),
+        "mp_pack_kernel": (pointer(KernelRecord), [c_void_p, c_int32]),
+        "mp_pack_info": (pointer(PackHeader), [c_void_p]),
+        "mp_device_count": (c_int32, [pointer(c_int32)]),
+        "mp_device_query": (c_int32, [c_int32, pointer(Device)]),
+        "mp_plan_problem": (
+            c_int32,
+            [c_void_p, pointer(Device), pointer(Problem), c_int32, c_int32, pointer(Plan)],
+        ),
+        "mp_launcher_create": (c_int32, [c_void_p, c_int32, pointer(c_void_p)]),
+        "mp_launcher_destroy": (None, [c_void_p]),
+        "mp_launch": (c_int32, [c_void_p, pointer(Problem), pointer(Plan), *[c_void_p] * 7]),
+        "mp_set_interpreter": (None, [_InterpretFn]),
+        "mp_get_stats": (None, [pointer(Stats)]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    for name, struct in STRUCTS.items():
+        size = library.mp_struct_size(name.encode())
+        if size != ctypes.sizeof(struct):
+            raise NativeLibraryError(
+                f"{path}: {name} has {size} bytes, this package expects {ctypes.sizeof(struct)}; "
+                "rebuild it with `pip install .`"
+            )
+    return library
+
+
+def _check(status: int) -> None:
+    if status:
+        text = _library().mp_last_error().decode(errors="replace")
+        raise _ERRORS.get(status, NativeLibraryError)(text)
+
+
+class Pack:
+    """An open kernel pack or catalog; a context manager.
+
+    Raises:
+        PackError: the file is missing, truncated, corrupt or of another version.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._handle = c_void_p()
+        _check(_library().mp_pack_open(bytes(self.path), ctypes.byref(self._handle)))
+        count = _library().mp_pack_kernel_count(self._handle)
+        self._kernels = [
+            KernelRecord.from_buffer_copy(_library().mp_pack_kernel(self._handle, i).contents)
+            for i in range(count)
+        ]
+
+    @property
+    def handle(self) -> c_void_p:
+        if not self._handle:
+            raise PackError(f"kernel pack '{self.path}' is closed")
+        return self._handle
+
+    @property
+    def kernels(self) -> list[KernelRecord]:
+        return self._kernels
+
+    @property
+    def header(self) -> PackHeader:
+        return PackHeader.from_buffer_copy(_library().mp_pack_info(self.handle).contents)
+
+    def plan(self, device: Device, problem: Problem, *, kernel: int = -1, split: int = 0) -> Plan:
+        """The plan for a problem on a device; `kernel` >= 0 and `split` >= 1 force a choice.
+
+        Raises:
+            ProblemError: an illegal problem, or a split that the forced kernel cannot make.
+            KernelMissingError: no kernel (or not the forced one) covers it.
+            PackError: the pack is for another architecture.
+        """
+        plan = Plan()
+        _check(
+            _library().mp_plan_problem(
+                self.handle, ctypes.byref(device), ctypes.byref(problem), kernel, split,
+                ctypes.byref(plan),
+            )
+        )  # fmt: skip
+        return plan
+
+    def close(self) -> None:
+        if self._handle:
+            _library().mp_pack_close(self._handle)
+            self._handle = c_void_p()
+
+    def __iter__(self) -> Iterator[KernelRecord]:
+        return iter(self._kernels)
+
+    def __enter__(self) -> Pack:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+
+class Launcher:
+    """A pack loaded on one GPU: runs plans on raw device addresses and a stream.
+
+    Raises:
+        DeviceError: no driver, no such GPU, or a driver call failed.
+        PackError: a catalog, or a pack for another architecture.
+    """
+
+    def __init__(self, pack: Pack, ordinal: int = 0) -> None:
+        self._handle = c_void_p()
+        _check(_library().mp_launcher_create(pack.handle, ordinal, ctypes.byref(self._handle)))
+
+    def launch(
+        self,
+        problem: Problem,
+        plan: Plan,
+        *,
+        a: int,
+        b: int,
+        y: int,
+        bias: int | None = None,
+        workspace: int | None = None,
+        counters: int | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Enqueues the plan, without waiting. `counters` are zeroed int32 and are left zero."""
+        _check(
+            _library().mp_launch(
+                self._handle, ctypes.byref(problem), ctypes.byref(plan), a, b, bias, y, workspace,
+                counters, stream,
+            )
+        )  # fmt: skip
+
+    def close(self) -> None:
+        if self._handle:
+            _library().mp_launcher_destroy(self._handle)
+            self._handle = c_void_p()
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+
+def device_count() -> int:
+    """GPUs that the driver offers; 0 without a driver."""
+    count = c_int32()
+    _check(_library().mp_device_count(ctypes.byref(count)))
+    return count.value
+
+
+def device_query(ordinal: int) -> Device:
+    """Attributes of a GPU.
+
+    Raises:
+        DeviceError: there is no driver or no such GPU.
+    """
+    device = Device()
+    _check(_library().mp_device_query(ordinal, ctypes.byref(device)))
+    return device
+
+
+def stats() -> Stats:
+    """Counters since the library was loaded, over all sessions."""
+    out = Stats()
+    _library().mp_get_stats(ctypes.byref(out))
+    return out
+
+
+_installed: list[object] = []  # keeps the C callback alive
+
+
+def set_interpreter(function: Interpreter | None) -> None:
+    """Installs what the interpreter backend's CPU ops call, or removes it. An exception that the
+    function raises becomes the error of the session's run.
+    """
+    if function is None:
+        _library().mp_set_interpreter(_InterpretFn())
+        return
+
+    def call(
+        problem: ctypes._Pointer[Problem],
+        plan: ctypes._Pointer[Plan],
+        a: int,
+        b: int,
+        bias: int | None,
+        y: int,
+        error: ctypes._Pointer[c_char],
+        error_bytes: int,
+    ) -> int:
+        try:
+            function(problem.contents, plan.contents, a, b, bias, y)
+        except Exception as caught:
+            text = f"{type(caught).__name__}: {caught}".encode()[: error_bytes - 1]
+            ctypes.memmove(error, text + b"\0", len(text) + 1)
+            return 1
+        return 0
+
+    callback = _InterpretFn(call)
+    _library().mp_set_interpreter(callback)
+    _installed[:] = [callback]

@@ -1,0 +1,122 @@
+"""Rewriting a model: standard MatMul and Gemm nodes become `ai.moonpoly` nodes.
+
+    result = rewrite("model.onnx", "rewritten.onnx")
+    for entry in result.report:
+        print(entry.where, entry.name, entry.rule if entry.taken else entry.detail)
+
+The rewritten model runs in any ONNX Runtime: each new node carries the standard operator as its
+function body. Everything else in the model stays as it was. See docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import onnx
+
+from . import model_files
+from .graph_passes import pipeline
+from .graph_passes.report import Entry, Reason, Refusal
+
+__all__ = ["Entry", "Reason", "Refusal", "RewriteResult", "RuleInfo", "list_rules", "rewrite"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleInfo:
+    """A rule that `rewrite` applies: its name, the operator it replaces, and how."""
+
+    name: str
+    op_type: str
+    transformation: str
+
+
+def list_rules() -> tuple[RuleInfo, ...]:
+    """The rules, in the order they are applied."""
+    return tuple(RuleInfo(r.name, r.op_type, r.transformation) for r in pipeline.RULES)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteResult:
+    """What `rewrite` returns.
+
+    Attributes:
+        report: One entry per MatMul, Gemm, Conv and ConvTranspose node, in the model's order: the
+            main graph with its subgraphs, then the functions.
+        output: The file written, or None.
+    """
+
+    report: tuple[Entry, ...]
+    output: Path | None
+    _source: model_files.Source = dataclasses.field(repr=False)
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The rewritten model. External data stays on disk, relative to `base_dir`."""
+        return self._source.model
+
+    @property
+    def base_dir(self) -> Path | None:
+        """The folder that locations of external data in `model` are relative to, if known."""
+        return self._source.folder
+
+    @property
+    def has_external_data(self) -> bool:
+        """Whether some of the weights are in other files."""
+        return any(
+            tensor.data_location == onnx.TensorProto.EXTERNAL
+            for tensor in model_files.tensors(self.model)
+        )
+
+    @property
+    def taken(self) -> tuple[Entry, ...]:
+        """The entries of the nodes that were rewritten."""
+        return tuple(entry for entry in self.report if entry.taken)
+
+    def save(self, output: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Writes the rewritten model, as `rewrite(model, output)` does."""
+        return model_files.write(self._source, output, overwrite=overwrite)
+
+
+def rewrite(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    static: bool = False,
+    rules: Iterable[str] | None = None,
+    disable: Iterable[str] = (),
+    overwrite: bool = False,
+    base_dir: str | os.PathLike[str] | None = None,
+) -> RewriteResult:
+    """Replaces the MatMul and Gemm nodes of a model whose shapes vary by `ai.moonpoly` nodes.
+
+    Taken is every node of dtype fp16, bf16 or fp32, opset 7 or later, with an activation that has
+    a dynamic or unknown dimension: in the main graph, in subgraphs and in model-local functions. A
+    node that cannot be proven safe stays as it is, with its reason in the report. Rewriting a
+    rewritten model changes nothing.
+
+    Args:
+        model: A path, a serialized model, or a ModelProto (which is copied, not changed).
+        output: Where to write the rewritten model; a file that exists is replaced. External data is
+            copied into the same folder under its own names, in pieces, unless it is there already.
+            Nothing appears under these names before all of it is complete.
+        static: Take nodes whose shapes are all known, too.
+        rules: Names of the rules to apply (`list_rules`); None: all.
+        disable: Names of rules to leave out.
+        overwrite: Replace data files in the output's folder that have other content.
+        base_dir: Folder of the external data of a model that is not given as a path.
+
+    Raises:
+        ModelError: The model cannot be read, is not valid ONNX, lacks its external data (which is
+            looked for only when `output` is given), or uses `ai.moonpoly` for other things.
+        OutputError: `output` is the input, or cannot be written.
+        ProblemError: A name in `rules` or `disable` is not that of a rule.
+        TypeError: `model` is of another type.
+    """
+    enabled = pipeline.select(rules, disable)
+    source = model_files.read(model, base_dir)
+    report = pipeline.apply(source.model, static=static, enabled=enabled)
+    written = None if output is None else model_files.write(source, output, overwrite=overwrite)
+    return RewriteResult(report, written, source)

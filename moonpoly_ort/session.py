@@ -1,0 +1,311 @@
+"""A drop-in `onnxruntime.InferenceSession` that rewrites the model and runs it on MoonPoly's kernels.
+
+Where a CUDA provider and a GPU are there, the custom op library is registered. Elsewhere it is not:
+ONNX Runtime then inlines the body of every `ai.moonpoly` op and runs its own kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import dependencies, devices, native
+from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
+
+if TYPE_CHECKING:
+    from .rewriting import Report
+
+ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
+
+Backend = Literal["auto", "cuda", "interpreter"]
+Precision = Literal["tf32", "ieee"]
+
+CUDA = "CUDAExecutionProvider"
+FOLDER = "session.model_external_initializers_file_folder_path"
+
+log = logging.getLogger("moonpoly_ort")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What the library was registered with: it reads its settings once, at registration."""
+
+    backend: str
+    precision: str
+    pack: str
+
+
+# Options cannot be copied or unregistered, and registering twice fails inside ONNX Runtime, so that the
+# state of every options object is kept here for as long as it lives.
+_registered: weakref.WeakKeyDictionary[Any, Registration] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    with _lock:
+        if message in _said:
+            return
+        _said.add(message)
+    log.warning(message)
+
+
+def register(
+    session_options: Any,
+    *,
+    backend: Backend = "auto",
+    precision: Precision = "tf32",
+    pack: str | os.PathLike[str] | None = None,
+    device_id: int = 0,
+) -> bool:
+    """Registers the custom op library on `session_options`, for models that are already rewritten.
+
+    Every session made from these options must then use the CUDA provider (backend `interpreter`: the CPU
+    provider): a registered op is never inlined.
+
+    Args:
+        session_options: an `onnxruntime.SessionOptions`.
+        backend: `auto` registers where ONNX Runtime has CUDA and there is a GPU of a supported
+            architecture with a pack, and otherwise does nothing, with one warning in the log; `cuda` is an
+            error there; `interpreter` runs the kernels in Triton's interpreter on the CPU (slow).
+        precision: how fp32 is multiplied: `tf32` as ONNX Runtime's CUDA provider does, or `ieee`.
+        pack: a kernel pack (see `moonpoly pack`); by default it is found, or built into the cache.
+        device_id: the GPU that the session will use.
+
+    Returns:
+        Whether the library is registered now.
+
+    Raises:
+        RegistrationError: it is registered on these options already.
+        DeviceError, PackError, MissingDependencyError, NativeLibraryError: it cannot run here.
+    """
+    wanted = _resolve(backend, precision, pack, device_id)
+    if wanted is None:
+        return False
+    with _lock:
+        if session_options in _registered:
+            raise RegistrationError(
+                f"the library is already registered on these SessionOptions, as {_registered[session_options]}. "
+                "Register once, or make new SessionOptions for other settings."
+            )
+        _register(session_options, wanted)
+    return True
+
+
+def _register(options: Any, wanted: Registration) -> None:
+    present = _registered.get(options)
+    if present == wanted:
+        return
+    if present is not None:
+        raise RegistrationError(
+            f"these SessionOptions have the library registered as {present}, and this session wants {wanted}. "
+            "Make new SessionOptions: a registration cannot be changed."
+        )
+    options.add_session_config_entry("moonpoly.backend", wanted.backend)
+    options.add_session_config_entry("moonpoly.precision", wanted.precision)
+    options.add_session_config_entry("moonpoly.pack", wanted.pack)
+    try:
+        options.register_custom_ops_library(str(native.library_path()))
+    except Exception as error:  # onnxruntime has no common base for its errors
+        raise RegistrationError(f"ONNX Runtime did not take the library: {error}") from error
+    _registered[options] = wanted
+
+
+def _resolve(
+    backend: str, precision: str, pack: str | os.PathLike[str] | None, device_id: int
+) -> Registration | None:
+    """The registration for this machine; None, said once, where `auto` leaves the ops to ONNX Runtime."""
+    _check("backend", backend, ("auto", "cuda", "interpreter"))
+    _check("precision", precision, ("tf32", "ieee"))
+    if backend == "interpreter":
+        from . import interpreter, packs
+
+        interpreter.install()
+        return Registration(backend, precision, os.fspath(pack or packs.catalog_path(90)))
+    try:
+        return Registration("cuda", precision, _pack_for_device(pack, device_id))
+    except MoonPolyError as error:
+        if backend == "cuda":
+            raise
+        _say_once(f"running on ONNX Runtime's own kernels: {error}")
+        return None
+
+
+def _check(what: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ArgumentError(f"{what} = {value!r}; accepted: {', '.join(map(repr, accepted))}")
+
+
+def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str:
+    """The pack for one GPU, found or built. Raises what says why this machine cannot use one."""
+    if CUDA not in ort.get_available_providers():
+        raise DeviceError(
+            f"this onnxruntime {ort.__version__} has no {CUDA}. On a machine with an NVIDIA GPU install "
+            '"moonpoly-ort[gpu]" in place of onnxruntime.'
+        )
+    count = native.device_count()
+    if not 0 <= device_id < count:
+        raise DeviceError(
+            f"there is no GPU {device_id}: the CUDA driver offers {count} device(s). "
+            "`moonpoly doctor` shows what it found."
+        )
+    device = native.device_query(device_id)
+    if device.sm not in devices.ARCHITECTURES:
+        raise DeviceError(
+            f"GPU {device_id}, {device.name.decode()}, is of architecture sm_{device.sm}; there are kernels for "
+            f"{', '.join(f'sm_{sm}' for sm in devices.ARCHITECTURES)}."
+        )
+    if pack is not None:
+        return os.fspath(pack)
+    from . import packs
+
+    return os.fspath(packs.ensure_pack(device.sm))
+
+
+class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
+    """`onnxruntime.InferenceSession` with the model's matrix products on MoonPoly's kernels.
+
+    Takes what the base class takes and returns what it returns. The keyword arguments below are added.
+
+    `sess_options` are used as they are: where a CUDA provider is used, the library gets registered on
+    them (they can serve several sessions, with the same `precision` and `pack`).
+
+    Args:
+        backend, precision, pack: as for `register`.
+        rewrite: False loads the model as it is (for one that is already rewritten).
+
+    Attributes:
+        moonpoly_report: the report of the rewrite, None where nothing was rewritten.
+        moonpoly_backend: `cuda`, `interpreter`, or `onnxruntime` where the library is not registered.
+    """
+
+    moonpoly_report: Report | None
+    moonpoly_backend: str
+
+    def __init__(
+        self,
+        path_or_bytes: str | bytes | os.PathLike[str],
+        sess_options: Any = None,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+        *,
+        backend: Backend = "auto",
+        precision: Precision = "tf32",
+        rewrite: bool = True,
+        pack: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._moonpoly = (path_or_bytes, sess_options, backend, precision, rewrite, pack, kwargs)
+        self._start(providers, provider_options)
+
+    def set_providers(
+        self,
+        providers: Sequence[str | tuple[str, dict[Any, Any]]] | None = None,
+        provider_options: Sequence[dict[Any, Any]] | None = None,
+    ) -> None:
+        """As in the base class: the session is made again, for other providers."""
+        self._start(providers, provider_options)
+
+    def _start(self, providers: Any, provider_options: Any) -> None:
+        _, _, backend, precision, _, pack, _ = self._moonpoly
+        device_id = _cuda_device(providers, provider_options)
+        if backend == "cuda" and device_id is None:
+            raise ArgumentError(f"backend='cuda' needs {CUDA!r} among the providers, not {providers!r}")
+        registration = None
+        if backend == "interpreter" or device_id is not None:
+            registration = _resolve(backend, precision, pack, device_id or 0)
+        else:
+            _check("backend", backend, ("auto", "cuda", "interpreter"))
+            _check("precision", precision, ("tf32", "ieee"))
+            _say_once(f"running on ONNX Runtime's own kernels: {CUDA} is not among the providers.")
+        try:
+            self._load(providers, provider_options, registration)
+        except Exception as error:
+            if registration is None or not _no_kernel(error):
+                raise
+            message = f"the provider of the `ai.moonpoly` kernels did not start (backend {registration.backend})"
+            if backend != "auto":
+                raise DeviceError(f"{message}; ONNX Runtime's log above says why. {error}") from error
+            _say_once(f"running on ONNX Runtime's own kernels: {message}; its log says why.")
+            self._load(providers, provider_options, None)
+
+    def _load(self, providers: Any, provider_options: Any, registration: Registration | None) -> None:
+        source, given, _, _, rewrite, _, kwargs = self._moonpoly
+        options = ort.SessionOptions() if given is None else given
+        with _lock if given is not None else threading.Lock():
+            if registration is not None:
+                _register(options, registration)
+            # Registered ops are never inlined: with such options only the untouched model runs elsewhere.
+            untouched = registration is None and options in _registered
+            model, folder, self.moonpoly_report = source, None, None
+            if rewrite and not untouched and not _is_ort_format(source):
+                model, folder, self.moonpoly_report = _rewritten(source)
+            try:
+                with _external_data_in(options, folder):
+                    super().__init__(model, options, providers, provider_options, **kwargs)
+            except Exception as error:
+                if untouched and _no_kernel(error):
+                    raise RegistrationError(
+                        "the model is already rewritten, and these SessionOptions have the library registered "
+                        f"for {_registered[options].backend}, which this session does not use. Make new "
+                        "SessionOptions for it."
+                    ) from error
+                raise
+        self.moonpoly_backend = registration.backend if registration else "onnxruntime"
+        if model is not source:
+            self._model_bytes = None  # the base class keeps it for set_providers, which is ours
+
+
+def _cuda_device(providers: Any, provider_options: Any) -> int | None:
+    """The device id asked of the CUDA provider, None where that provider is not asked for."""
+    for i, entry in enumerate(providers or ()):
+        name, own = entry if isinstance(entry, tuple) else (entry, None)
+        if name == CUDA:
+            options = own or (provider_options[i] if provider_options else {})
+            return int(options.get("device_id", 0))
+    return None
+
+
+def _no_kernel(error: Exception) -> bool:
+    """Whether ONNX Runtime found no kernel for one of our ops among the session's providers."""
+    return type(error).__name__ == "NotImplemented" and "moonpoly" in str(error)
+
+
+def _is_ort_format(source: str | bytes | os.PathLike[str]) -> bool:
+    """Models in ONNX Runtime's own format are optimized for good; they are run as they are."""
+    if isinstance(source, bytes):
+        return source[4:8] == b"ORTM"
+    return os.fspath(source).endswith(".ort")
+
+
+def _rewritten(source: str | bytes | os.PathLike[str]) -> tuple[bytes, Path | None, Report]:
+    """The rewritten graph, the folder of its external data (for a model from a path), and the report."""
+    from .rewriting import rewrite
+
+    result = rewrite(source)
+    folder = None if isinstance(source, bytes) else Path(source).absolute().parent
+    return result.model.SerializeToString(), folder, result.report
+
+
+@contextmanager
+def _external_data_in(options: Any, folder: Path | None) -> Iterator[None]:
+    """Lets a model given as bytes find its external data; the caller's own setting is put back."""
+    if folder is None:
+        yield
+        return
+    try:
+        before = options.get_session_config_entry(FOLDER)
+    except RuntimeError:  # not set, which an empty value equals
+        before = ""
+    options.add_session_config_entry(FOLDER, str(folder))
+    try:
+        yield
+    finally:
+        options.add_session_config_entry(FOLDER, before)

@@ -1,0 +1,170 @@
+"""Performance tables: what each micro-kernel costs on one GPU, as measured there.
+
+One readable JSON file per (operation, GPU), `gemm__nvidia-h200.json`: a header, then one kernel a line,
+sorted by name, so that a new measurement is a readable diff. Tables are looked for in the user's folder,
+then among those shipped in `tuned/`; the pack builder bakes those of an architecture into its pack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from . import tuned
+from .errors import OutputError, TableError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, order=True)
+class Cost:
+    """Measured costs of one kernel at its native occupancy, as `mp_cost` in moonpoly.h."""
+
+    kernel: str
+    fixed_us: float  # one wave without its K loop
+    step_us: float  # one K step of a full wave
+    single_step_us: float  # one K step when no SM holds more than one block
+    blocks_per_sm: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. `gpu` is the exact device name; `key` the pack key of the kernels that were measured."""
+
+    gpu: str
+    sm: int
+    sm_count: int
+    shared_per_block: int  # bytes
+    bandwidth_gbps: float  # measured copy bandwidth
+    launch_us: float  # an empty kernel, back to back on one stream
+    triton: str
+    cuda: str
+    driver: str
+    key: str
+    date: str  # ISO 8601 day
+    clocks: str  # e.g. "locked 1980 MHz" or "free"
+    costs: tuple[Cost, ...]
+
+    @property
+    def name(self) -> str:
+        return file_name(self.gpu)
+
+
+def file_name(gpu: str, operation: str = "gemm") -> str:
+    """`gemm__nvidia-h200.json` for the device name `NVIDIA H200`."""
+    return f"{operation}__{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
+def dump(table: Table, path: str | os.PathLike[str]) -> None:
+    """Writes the table aside and renames it into place. Raises `OutputError`."""
+    target = Path(path)
+    header = {"schema": SCHEMA} | {k: v for k, v in asdict(table).items() if k != "costs"}
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in header.items()]
+    rows = [f"    {json.dumps(asdict(cost))}" for cost in sorted(table.costs)]
+    text = "\n".join(["{", *lines, '  "costs": [', ",\n".join(rows), "  ]", "}"]) + "\n"
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(text)
+        os.replace(aside, target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise OutputError(f"cannot write the table {target}: {error.strerror or error}") from error
+
+
+def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Table:
+    """Reads and checks a table; with `gpu`, one measured on another device is refused.
+
+    Raises `TableError`, which names the file, the field and the value.
+    """
+    source = Path(path)
+    try:
+        data = json.loads(source.read_text())
+    except OSError as error:
+        raise TableError(f"cannot read the table {source}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise TableError(f"{source} is no performance table: not JSON ({error})") from error
+    table = _parse(data, source)
+    if gpu is not None and table.gpu != gpu:
+        raise TableError(
+            f"{source} was measured on {table.gpu!r}, not on {gpu!r}: its costs would mislead the planner. "
+            f"Remove it, or use one named {file_name(gpu)}."
+        )
+    return table
+
+
+def _parse(data: Any, source: Path) -> Table:
+    if not isinstance(data, dict):
+        raise TableError(f"{source} is no performance table: a JSON object is expected")
+    if data.get("schema") != SCHEMA:
+        raise TableError(
+            f"{source} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}. Tune again."
+        )
+    rows = data.get("costs")
+    if not isinstance(rows, list) or not rows:
+        raise TableError(f"{source}: `costs` must be a list with one entry per kernel, not {rows!r:.80}")
+    header = {key: value for key, value in data.items() if key not in ("schema", "costs")}
+    costs = tuple(_record(Cost, row, f"{source}: costs[{i}]") for i, row in enumerate(rows))
+    names = [cost.kernel for cost in costs]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TableError(f"{source}: the kernel {twice!r} is listed more than once")
+    table: Table = _record(Table, header | {"costs": costs}, str(source))
+    return table
+
+
+def _record(cls: type[Any], values: Any, where: str) -> Any:
+    """A frozen dataclass from JSON: every field there, none besides, types right, costs finite and >= 0."""
+    if not isinstance(values, dict):
+        raise TableError(f"{where}: an object is expected, not {values!r:.80}")
+    kinds = {"str": str, "int": int, "float": (int, float)}
+    known = {field.name: kinds.get(str(field.type), tuple) for field in fields(cls)}
+    if unknown := sorted(values.keys() - known.keys()):
+        raise TableError(f"{where}: unknown field {unknown[0]!r}")
+    for name, kind in known.items():
+        if name not in values:
+            raise TableError(f"{where}: the field {name!r} is missing")
+        value = values[name]
+        number = isinstance(value, (int, float))
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TableError(f"{where}: {name} = {value!r:.80} is not of the right type")
+        if number and not 0 <= value < float("inf"):
+            raise TableError(f"{where}: {name} = {value!r} must be finite and not negative")
+    return cls(**values)
+
+
+def user_folder() -> Path:
+    """Where the user's own tables lie: `MOONPOLY_TABLES`, else the user data folder."""
+    import platformdirs
+
+    named = os.environ.get("MOONPOLY_TABLES")
+    return Path(named) if named else platformdirs.user_data_path("moonpoly_ort") / "tables"
+
+
+def folders() -> list[Path]:
+    """The folders searched, first match first."""
+    return [user_folder(), Path(tuned.__path__[0])]
+
+
+def find(gpu: str, operation: str = "gemm") -> Table | None:
+    """The table of exactly that device name, or None: then the planner uses its analytic model."""
+    for folder in folders():
+        path = folder / file_name(gpu, operation)
+        if path.is_file():
+            return load(path, gpu=gpu)
+    return None
+
+
+def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
+    """All tables of an architecture, sorted by GPU; the user's replace the shipped ones of a GPU."""
+    tables: dict[str, Table] = {}
+    for folder in reversed(folders()):
+        for path in sorted(folder.glob(f"{operation}__*.json")):
+            table = load(path)
+            if table.sm == sm:
+                tables[table.gpu] = table
+    return [tables[gpu] for gpu in sorted(tables)]

@@ -1,0 +1,1 @@
+"""Performance tables, one JSON file per (operation, GPU); `moonpoly_ort.tables` reads them."""
