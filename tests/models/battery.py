@@ -14,7 +14,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 import moonpoly_ort
-from tests.corpus.comparing import require_close, require_same_bits, require_same_form
+from tests.corpus.comparing import Precision, require_close, require_same_bits, require_same_form
 from tests.corpus.interface import require_only_taken
 from tests.corpus.references import outputs_of, plain_session
 
@@ -101,7 +101,7 @@ def check_session(rewritten: Rewritten, feeds: Feeds) -> None:
         require_same_bits(outputs_of(session, feed), outputs_of(before, feed))
 
 
-def interpreted(path: Path, feeds: Feeds, precision: str = "ieee") -> list[dict[str, Array]]:
+def interpreted(path: Path, feeds: Feeds, precision: Precision = "ieee") -> list[dict[str, Array]]:
     """Outputs of the original model with every product run by the kernels in the interpreter."""
     session = moonpoly_ort.InferenceSession(
         str(path),

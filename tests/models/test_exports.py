@@ -24,7 +24,8 @@ TAKEN: Mapping[str, Mapping[str, int]] = {
 
 @pytest.fixture(scope="module", params=exports.ALL, ids=lambda export: export.id)
 def export(request: pytest.FixtureRequest) -> exports.Export:
-    return request.param
+    chosen: exports.Export = request.param
+    return chosen
 
 
 @pytest.fixture(scope="module")

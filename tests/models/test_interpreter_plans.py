@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moonpoly_ort import devices, interpreter, native, packs
-from moonpoly_ort.errors import KernelMissingError
-from tests.corpus.comparing import bound, relative_error
+from moonpoly_ort.errors import KernelMissingError, ProblemError
+from tests.corpus.comparing import Precision, bound, relative_error
 
 Array = NDArray[Any]
 
@@ -197,11 +197,11 @@ def _check(setup: Setup, plan: native.Plan, pack: native.Pack) -> None:
         y.address,
     )
     dtype = TYPES[native.Dtype(problem.dtype)]
-    precision = "ieee" if problem.precision == native.Precision.IEEE else "tf32"
+    precision: Precision = "ieee" if problem.precision == native.Precision.IEEE else "tf32"
     written = np.ascontiguousarray(y.view)
     # Finite operands: a NaN is poison, left standing or let in.
     assert np.isfinite(written.astype(np.float64)).all()
-    limit = bound(dtype, precision, problem.k) if dtype == np.float32 else bound(dtype)
+    limit = bound(dtype, precision, problem.k)
     assert relative_error(written, setup.exact) <= limit
     y.view[:] = np.nan
     assert y.buffer.tobytes() == before.tobytes(), "written outside of the output"
@@ -259,7 +259,7 @@ def test_any_kernel_that_takes_a_problem_computes_it(
     for index in range(len(pack.kernels)):
         try:
             plans.append(pack.plan(device, setup.problem, kernel=index))
-        except (KernelMissingError, native.ProblemError):
+        except (KernelMissingError, ProblemError):
             continue  # it does not take this problem
     assume(plans)
     _check(setup, data.draw(st.sampled_from(plans)), pack)

@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from tests.corpus import node_tests
-from tests.corpus.comparing import bound, require_close, require_same_form
+from tests.corpus.comparing import Precision, bound, require_close, require_same_form
 from tests.corpus.references import Float64Reference
 
 from . import battery
@@ -47,7 +47,8 @@ def test_static_ones_are_left_unless_asked_for(test: node_tests.NodeTest, tmp_pa
 @pytest.mark.parametrize("test", _FLOAT, ids=lambda test: test.id)
 def test_kernels_give_the_expected_values(test: node_tests.NodeTest, tmp_path: Path) -> None:
     path = _save(test.dynamic(), tmp_path)
-    for precision in ("ieee", "tf32"):
+    precisions: tuple[Precision, ...] = ("ieee", "tf32")
+    for precision in precisions:
         (got,) = battery.interpreted(path, [test.feed], precision)
         require_same_form(got, test.expected)
         first = next(iter(test.feed.values()))

@@ -24,7 +24,8 @@ EXPECTED: Mapping[str, tuple[Mapping[str, int], Mapping[tuple[str, str], int]]] 
 
 @pytest.fixture(scope="module", params=wheels.ALL, ids=lambda model: model.id)
 def model(request: pytest.FixtureRequest) -> wheels.WheelModel:
-    return request.param
+    chosen: wheels.WheelModel = request.param
+    return chosen
 
 
 @pytest.fixture(scope="module")
