@@ -1,10 +1,9 @@
 """A model without its weights: what type inference and onnx_ir work on.
 
-A copy of the model in which every large or external tensor has lost its payload and kept name, dtype
-and dims. So shape inference works on models of any size, no external data is read, and no weight is
-held twice. Nothing of a skeleton is ever written back but the nodes that a rule changed, hence it
-may drop what onnx_ir 1.1 cannot represent (map types, sparse tensors, training info) and everything
-that a rewrite has no need of.
+A copy of the model in which every large or external tensor has lost its payload and kept name,
+dtype and dims. So shape inference works on models of any size, no external data is read, and no
+weight is held twice. Nothing of a skeleton is ever written back but what a rule changed on a node,
+hence it may drop what onnx_ir 1.1 cannot represent: map types, sparse tensors, training info.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import onnx
-from google.protobuf.message import Message
+from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 KEPT_ELEMENTS = 1024
-"""Tensors up to this size stay: shape inference reads the operands of Reshape, Slice and the like."""
+"""Tensors up to this size stay: shape inference reads operands of Reshape and the like."""
 
 _MAY_HOLD_TENSORS = {"ModelProto", "GraphProto", "NodeProto", "AttributeProto", "FunctionProto"}
 
@@ -77,10 +76,7 @@ def _copy_field(target: Message, name: str, value: Any) -> None:
 
 def _holds_tensors(attribute: onnx.AttributeProto) -> bool:
     return bool(
-        attribute.HasField("t")
-        or attribute.HasField("g")
-        or attribute.tensors
-        or attribute.graphs
+        attribute.HasField("t") or attribute.HasField("g") or attribute.tensors or attribute.graphs
     )
 
 
@@ -105,7 +101,7 @@ def _make_placeholder(
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
-    """The graphs among a node's attributes, each with the attribute's name (and index in a list)."""
+    """The graphs among a node's attributes, each with the name of its attribute."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.name, attribute.g

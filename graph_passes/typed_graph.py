@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from moonpoly_ort.errors import ModelError
 
+from .domain import is_standard
 from .skeleton import skeleton, subgraphs
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,14 @@ _ORIGIN = "moonpoly.origin"
 """In a skeleton node's metadata: the number of the node, in the order of `walk`."""
 
 _RANDOM = frozenset(
-    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli"}
-    | {"Multinomial", "Dropout"}
+    [
+        "Bernoulli",
+        "Multinomial",
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+    ]
 )
 
 FunctionId = tuple[str, str, str]
@@ -38,7 +45,7 @@ def walk(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.FunctionProto | Non
     for where, node in _walk_nodes("graph", model.graph.node):
         yield where, None, node
     for function in model.functions:
-        name = ".".join(filter(None, (function.domain, function.name, _overload(function))))
+        name = ".".join(filter(None, (function.domain, function.name, function.overload)))
         for where, node in _walk_nodes(f"function {name}", function.node):
             yield where, function, node
 
@@ -136,9 +143,7 @@ class _Views:
         return model
 
 
-def _bind(
-    node: onnx.NodeProto, absent: set[str], bound: Mapping[str, onnx.AttributeProto]
-) -> None:
+def _bind(node: onnx.NodeProto, absent: set[str], bound: Mapping[str, onnx.AttributeProto]) -> None:
     """Replaces attribute references by the call's attributes and absent inputs by empty names."""
     attributes = []
     for attribute in node.attribute:
@@ -185,8 +190,8 @@ def _deserialize(model: onnx.ModelProto) -> ir.Model:
     try:
         return ir.from_proto(model)
     except (ir.serde.SerdeError, ValueError, TypeError, KeyError) as error:
-        cause = error
-        while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # onnx_ir wraps once for each level of the graph
             cause = cause.__cause__
         raise ModelError(f"The model's graph is not valid ONNX: {cause}") from error
 
@@ -195,8 +200,8 @@ def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     """Shape inference as far as it gets; a model that it rejects keeps the types it declares."""
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError) as error:
-        logger.info("shape inference of %s failed: %s", model.graph.name or "the model", error)
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError) as e:
+        logger.info("shape inference of %s failed: %s", model.graph.name or "the model", e)
         return model
 
 
@@ -206,7 +211,7 @@ def _refuse_recursion(model: onnx.ModelProto) -> None:
         _function_id(function): set() for function in model.functions
     }
     for _, function, node in walk(model):
-        callee = (node.domain, node.op_type, _overload(node))
+        callee = (node.domain, node.op_type, node.overload)
         if function is not None and callee in calls:
             calls[_function_id(function)].add(callee)
     while leaves := [caller for caller, callees in calls.items() if not callees]:
@@ -220,11 +225,8 @@ def _refuse_recursion(model: onnx.ModelProto) -> None:
 
 
 def _function_id(function: onnx.FunctionProto) -> FunctionId:
-    return function.domain, function.name, _overload(function)
-
-
-def _overload(message: onnx.FunctionProto | onnx.NodeProto) -> str:
-    return str(message.overload)
+    domain = "" if is_standard(function.domain) else function.domain
+    return domain, function.name, function.overload
 
 
 def is_constant(value: ir.Value) -> bool:
@@ -242,12 +244,18 @@ def is_constant(value: ir.Value) -> bool:
         if producer is None:
             if not current.is_initializer() or current.is_graph_input():
                 return False
-        elif producer.domain or producer.op_type in _RANDOM or any(map(_is_graph, producer.attributes.values())):
+        elif not _is_foldable(producer):
             return False
         else:
             pending.extend(operand for operand in producer.inputs if operand is not None)
     return True
 
 
-def _is_graph(attribute: ir.Attr) -> bool:
-    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+def _is_foldable(node: ir.Node) -> bool:
+    """Whether the outputs follow from the inputs, and ai.onnx says how."""
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return (
+        not node.domain
+        and node.op_type not in _RANDOM
+        and all(attribute.type not in graphs for attribute in node.attributes.values())
+    )

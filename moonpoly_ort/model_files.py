@@ -15,7 +15,11 @@ from pathlib import Path, PurePath
 from typing import IO
 
 import onnx
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import (  # type: ignore[import-untyped]
+    DecodeError,
+    EncodeError,
+    Message,
+)
 
 from .errors import ModelError, OutputError
 from .graph_passes.skeleton import copy_message
@@ -85,7 +89,7 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
         model.ParseFromString(data)
     except DecodeError as error:
         hint = (
-            " It is larger than 2 GB, which no ONNX file can be: store the weights as external data."
+            " No ONNX file can exceed 2 GB: larger models store their weights as external data."
             if len(data) >= 2**31
             else ""
         )
@@ -102,8 +106,8 @@ def _refuse_empty(model: onnx.ModelProto, what: str) -> None:
     if model.ir_version <= 0 or not model.HasField("graph"):
         raise ModelError(
             f"{what} is not an ONNX model: it has no "
-            f"{'graph' if model.ir_version > 0 else 'IR version'}. Accepted is an ONNX ModelProto in "
-            "binary form, as onnx.save writes it."
+            f"{'graph' if model.ir_version > 0 else 'IR version'}. Accepted is an ONNX ModelProto "
+            "in binary form, as onnx.save writes it."
         )
 
 
@@ -119,9 +123,7 @@ def tensors(message: Message) -> Iterator[onnx.TensorProto]:
             yield from tensors(item)
 
 
-def write(
-    source: Source, output: str | os.PathLike[str], *, overwrite: bool = False
-) -> Path:
+def write(source: Source, output: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Writes a model and, into the same folder, the external data that it refers to.
 
     Data files keep their names, so in the source's own folder they serve both models. A model whose
@@ -155,8 +157,8 @@ def write(
                     continue
                 if not overwrite:
                     raise OutputError(
-                        f"{str(copy)!r} exists and differs from the model's data file of that name. "
-                        "Choose an empty folder, or pass overwrite=True to replace it."
+                        f"{str(copy)!r} exists and differs from the model's data file of that "
+                        "name. Choose an empty folder, or pass overwrite=True to replace it."
                     )
             with open(data, "rb") as reader, staging.open(copy) as writer:
                 _copy_sparse(reader, writer)
@@ -170,7 +172,7 @@ def write(
         with staging.open(target) as writer:
             try:
                 writer.write(model.SerializeToString())
-            except (ValueError, Message.EncodeError if hasattr(Message, "EncodeError") else ValueError) as error:
+            except (EncodeError, ValueError) as error:
                 raise OutputError(f"The model cannot be serialized: {error}") from error
         staging.commit()
     return target
@@ -192,14 +194,14 @@ def _data_files(source: Source) -> dict[str, Path]:
             ) from error
         if not location or PurePath(location).is_absolute() or ".." in PurePath(location).parts:
             raise ModelError(
-                f"Tensor {tensor.name!r} has its data in {location!r}; accepted are paths inside the "
-                "model's folder."
+                f"Tensor {tensor.name!r} has its data in {location!r}; accepted are paths inside "
+                "the model's folder."
             )
         needed[location] = max(needed.get(location, 0), end)
     if needed and source.folder is None:
         raise ModelError(
-            f"The model has external data ({', '.join(sorted(needed))}) and was not given as a path, "
-            "so its place is unknown. Pass base_dir, the folder that holds it."
+            f"The model has external data ({', '.join(sorted(needed))}) and was not given as a "
+            "path, so its place is unknown. Pass base_dir, the folder that holds it."
         )
     files = {location: Path(source.folder or "") / location for location in sorted(needed)}
     for location, path in files.items():
@@ -220,7 +222,9 @@ def _data_files(source: Source) -> dict[str, Path]:
 
 def _refuse_target(target: Path, source: Source, data_files: dict[str, Path]) -> None:
     if not target.parent.is_dir():
-        raise OutputError(f"The folder of the output {str(target)!r} does not exist. Create it first.")
+        raise OutputError(
+            f"The folder of the output {str(target)!r} does not exist. Create it first."
+        )
     if target.is_dir() or not target.name:
         raise OutputError(f"The output {str(target)!r} is a folder; a file name is needed.")
     if source.path is not None and _same_file(target, source.path):
@@ -264,10 +268,11 @@ def _copy_sparse(reader: IO[bytes], writer: IO[bytes]) -> None:
             if error.errno != errno.ENXIO:  # ENXIO: nothing but a hole up to the end
                 raise
             break
-        reader.seek(start)
         writer.seek(start)
         while start < end:
-            block = reader.read(min(_CHUNK, end - start))
+            block = os.pread(reader.fileno(), min(_CHUNK, end - start), start)
+            if not block:
+                raise OSError(errno.EIO, "the data file shrank while it was copied", reader.name)
             writer.write(block)
             start += len(block)
         position = end
@@ -301,7 +306,7 @@ def _externalized(model: onnx.ModelProto, location: str, writer: IO[bytes]) -> o
 
 
 class _Staging:
-    """Files written under temporary names; `commit` renames them, leaving without it removes them."""
+    """Files written under temporary names: `commit` renames them, else they are removed."""
 
     def __init__(self) -> None:
         self._files: list[tuple[Path, Path]] = []
@@ -322,7 +327,7 @@ class _Staging:
                 self._files.append((aside, target))
                 yield file
         except OSError as error:
-            raise OutputError(f"Cannot write {str(target)!r}: {error.strerror or error}.") from error
+            raise OutputError(f"Cannot write {str(target)!r}: {error}.") from error
 
     def commit(self) -> None:
         while self._files:

@@ -56,5 +56,5 @@ def test_reference_of_old_batch_normalization_is_inference() -> None:
             float[2] mean = {0.5, 0.0}, float[2] var = {4.0, 1.0}> {
             y = BatchNormalization <epsilon = 0.0> (x, s, b, mean, var)
         }""")
-    x = np.float32([[[1, 2], [3, 4]]])
+    x = np.array([[[1, 2], [3, 4]]], np.float32)
     assert Float64Reference(model)({"x": x})["y"].tolist() == [[[1.5, 2.5], [9, 12]]]

@@ -74,6 +74,8 @@ class Case:
     left: operator type -> reason code, for each candidate that it must leave.
     checker: onnx.checker accepts the model.
     runs: ONNX Runtime's CPU provider loads and runs it.
+    runs_with_library: it runs on the CPU once the interpreter's operators are registered; None: as
+        without them.
     """
 
     id: str
@@ -87,6 +89,7 @@ class Case:
     left: Mapping[str, str] = field(default_factory=dict)
     checker: bool = True
     runs: bool = True
+    runs_with_library: bool | None = None
     external: External | None = None
 
     def model(self) -> onnx.ModelProto:

@@ -38,6 +38,7 @@ CASES = (
         feeds=[{"a": f32(2, 4)}],
         taken=("t",),
         runs=False,
+        runs_with_library=True,
     ),
     Case(
         id="mmint_zp",
