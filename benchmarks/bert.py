@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def export(folder: Path, layers: int = 12) -> None:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    model = BertModel(BertConfig(num_hidden_layers=layers)).eval()
+    model = BertModel(BertConfig(num_hidden_layers=layers)).train(False)
     example = (torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64))
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     shape = {0: batch, 1: length}
@@ -35,6 +36,20 @@ def export(folder: Path, layers: int = 12) -> None:
         if program is None:
             raise RuntimeError("torch.onnx.export returned no program")
         program.save(str(folder / f"{name}.onnx"), external_data=False)
+
+
+def wait(folder: Path, deadline: float) -> int:
+    """Waits for an export that another process makes; returns how many layers it has.
+
+    Raises RuntimeError if the export failed, TimeoutError at `deadline` (of `time.monotonic`).
+    """
+    while not (folder / "done").exists():
+        if (folder / "failed").exists():
+            raise RuntimeError(f"the export failed: {(folder / 'failed').read_text()}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no finished export in {folder}")
+        time.sleep(0.2)
+    return int((folder / "done").read_text())
 
 
 def main() -> int:

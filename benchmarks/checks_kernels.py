@@ -82,14 +82,14 @@ def _forced_cases(kernel: native.KernelRecord) -> Iterator[tuple[Product, int]]:
     biases = (*BIASES, "matrix") if kernel.bias_matrix else BIASES
     turn = kernel.bm + kernel.bn + kernel.stages + kernel.warps
     for split in SPLITS if kernel.split_k else (1,):
-        shapes = (
+        shapes = [
             (bm + 3, bn + 5, bk * split + 3),
             (1, 1, bk * (split - 1) + 1),
             (bm, bn, bk * split),
             (2 * bm - 1, 3, bk * (2 * split + 1) + 1),
             (37, 131, bk * (split + 1) - 1),
             (bm * (kernel.group_m + 1) + 1, bn + 1, bk * split + 5),
-        )
+        ]
         if kernel.split_k and split != SPLITS[0]:
             shapes = shapes[:2]
         for m, n, k in shapes:
@@ -233,9 +233,9 @@ def _random_product(rng: np.random.Generator, small: bool) -> Product:
     )  # fmt: skip
 
 
-def _huge_output(setting: Setting, record: Recorder) -> None:
+def _huge_output(setting: Setting, record: Recorder, side: int = 46400) -> None:
     """M x N above 2^31 elements in fp16, compared in slices of rows."""
-    product = Product(46400, 46400, 64, "f16", packed=True)
+    product = Product(side, side, 64, "f16", packed=True)
     operands = Operands.allocate(product, setting.provider.torch_device)
     plan = setting.plan(operands.problem)
     setting.runner.run(operands, plan)

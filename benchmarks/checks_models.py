@@ -14,7 +14,7 @@ import onnx
 import torch
 
 import moonpoly_ort
-from benchmarks.bert import GEMMS, MATMULS
+from benchmarks.bert import GEMMS, MATMULS, wait
 from benchmarks.machine import Setting
 from benchmarks.measuring import compare_calls, geometric_mean
 from benchmarks.recording import NotApplicable, Recorder
@@ -26,6 +26,7 @@ from benchmarks.running import (
     our_session,
     plain_session,
 )
+from moonpoly_ort import native
 from tests.corpus import cases, node_tests, wheels
 from tests.corpus.comparing import BFLOAT16, Mismatch, bound, relative_error, require_close
 from tests.corpus.interface import DOMAIN, operators
@@ -157,13 +158,7 @@ def bert(setting: Setting, record: Recorder) -> None:
     folder = setting.bert
     if folder is None:
         raise NotApplicable("no folder of exported models")
-    while not (folder / "done").exists():
-        if (folder / "failed").exists():
-            raise RuntimeError(f"the export failed: {(folder / 'failed').read_text()}")
-        if record.time_left() < 0:
-            raise TimeoutError("the export was not ready in time")
-        time.sleep(0.5)
-    layers = int((folder / "done").read_text())
+    layers = wait(folder, record.deadline)
     exact = plain_session(folder / "f32.onnx", setting.provider, use_tf32="0")
     rng = np.random.default_rng(setting.seed)
     feeds = [_sentences(rng, setting.quick) for _ in range(3 if setting.quick else BERT_SHAPES)]
@@ -206,6 +201,11 @@ def _bert(
         record.check(f"{name} products off the GPU", not elsewhere, str(elsewhere), "[]")
 
     ours, theirs = our_session(path, provider), plain_session(path, provider)
+    if provider.is_cuda:
+        before = native.stats().launches
+        ours.run(None, feeds[0])
+        launched, products = native.stats().launches - before, sum(expected.values())
+        record.check(f"{name} launches of one run", launched >= products, launched, None)
     worst: dict[str, tuple[float, float]] = {}
     ratios = []
     for feed, reference in zip(feeds, references, strict=True):

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from moonpoly_ort.custom_ops.kernels import pack_format
 
 from benchmarks.operands import dense_fields
 from moonpoly_ort import native, tables
-from moonpoly_ort.custom_ops.kernels import pack_format
 
 Floats = npt.NDArray[np.float64]
 TINY = 1e-9  # a cost of nothing that still counts as measured
@@ -91,15 +91,13 @@ class Planner:
         threads = 32 * kernel.spec.warps
         # The system keeps 1 KB per block; a warp's registers are allocated in units of 256.
         registers = -(-max(kernel.registers, 16) * 32 // 256) * 256 * kernel.spec.warps
-        return max(
-            1,
-            min(
-                device.shared_per_sm // (kernel.shared_bytes + 1024),
-                device.registers_per_sm // registers,
-                device.threads_per_sm // threads,
-                device.blocks_per_sm,
-            ),
+        fits = (
+            device.shared_per_sm // (kernel.shared_bytes + 1024),
+            device.registers_per_sm // registers,
+            device.threads_per_sm // threads,
+            device.blocks_per_sm,
         )
+        return max(1, int(min(fits)))
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,8 @@ class Coefficients:
     def us(self, costs: Floats) -> Floats:
         """Predictions for costs (fixed, step, single_step)."""
         linear = self.fixed * costs[0] + self.step * costs[1] + self.single * costs[2]
-        return self.base + np.maximum(linear, self.floor)
+        total: Floats = self.base + np.maximum(linear, self.floor)
+        return total
 
 
 def fit(coefficients: Coefficients, us: Floats, blocks_per_sm: int) -> Floats:

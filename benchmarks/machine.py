@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import lzma
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,7 @@ class Runner:
         else:
             from moonpoly_ort import interpreter
 
-            self.interpret = interpreter.run_plan
-            self.pack = setting.pack
+            self._interpret = partial(interpreter.run, setting.pack)
         self._workspace = torch.empty(0, dtype=torch.float32, device=self.device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=self.device)
 
@@ -91,7 +91,7 @@ class Runner:
         """Launches a plan; `pointers` are those of A, B, bias (0: none) and Y."""
         a, b, bias, y = pointers
         if self.launcher is None:
-            self.interpret(problem, plan, a, b, bias or None, y)
+            self._interpret(problem, plan, a, b, bias or None, y)
             return
         self.launcher.launch(
             problem, plan, a=a, b=b, bias=bias or None, y=y,
@@ -109,6 +109,15 @@ class Runner:
     def counters_left(self) -> int:
         """Counters that are not back at 0."""
         return int(torch.count_nonzero(self._counters))
+
+
+def unpacked(pack: Path, folder: Path) -> Path:
+    """A pack that may have travelled as `NAME.mpk.xz` (a tenth of the size), as a plain file."""
+    if pack.suffix != ".xz":
+        return pack
+    target = folder / pack.stem
+    target.write_bytes(lzma.decompress(pack.read_bytes()))
+    return target
 
 
 def environment(setting: Setting, commit: str) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 # Launches the work once, on operand set `index`, on torch's current stream.
-Launch = Callable[[int], None]
+Launch = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ def capture(launch: Launch, sets: int, launches: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def time_graphs(
     graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, rounds: int
 ) -> dict[str, Timing]:
@@ -87,8 +92,7 @@ def time_graphs(
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            start, end = _event(), _event()
             start.record()
             graph.replay()
             end.record()

@@ -240,8 +240,8 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
         return math.inf
     zero = torch.zeros((), dtype=torch.float64, device=y.device)
     difference = torch.where(finite, y.double() - reference, zero)
-    scale = torch.where(finite, reference, zero).norm().item()
-    error = difference.norm().item()
+    scale = float(torch.where(finite, reference, zero).norm())
+    error = float(difference.norm())
     if scale == 0.0:
         return 0.0 if error == 0.0 else math.inf
     return error / scale

@@ -115,12 +115,12 @@ class Bound:
                 name, *place, ELEMENTS[tensor.dtype], list(tensor.shape), tensor.data_ptr()
             )
         for meta in session.get_outputs():
-            tensor = (outputs or {}).get(meta.name)
-            if tensor is None:
+            target = (outputs or {}).get(meta.name)
+            if target is None:
                 self.binding.bind_output(meta.name, *place)
             else:
                 self.binding.bind_output(
-                    meta.name, *place, ELEMENTS[tensor.dtype], list(tensor.shape), tensor.data_ptr()
+                    meta.name, *place, ELEMENTS[target.dtype], list(target.shape), target.data_ptr()
                 )
         provider.synchronize()  # the inputs may still be on their way on torch's stream
 

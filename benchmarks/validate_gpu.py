@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checks_execution, checks_kernels, checks_models, checks_sanitizer
-from benchmarks.machine import Setting, environment
+from benchmarks.machine import Setting, environment, unpacked
 from benchmarks.recording import START, Outcome, Recorder, plain, run_section, say
 from benchmarks.running import CUDA, Provider
 from moonpoly_ort import packs
@@ -106,12 +106,12 @@ def _telling(outcome: Outcome) -> str:
 
 def main() -> int:
     arguments = _arguments()
-    provider = Provider(arguments.provider, arguments.device, arguments.pack)
     results = Results(arguments.output)
     with tempfile.TemporaryDirectory(prefix="moonpoly-") as folder:
         work = Path(folder)
+        pack = unpacked(arguments.pack, work)
         setting = Setting(
-            provider, arguments.pack, arguments.models, arguments.bert or work / "bert", work,
+            Provider(arguments.provider, arguments.device, pack), pack, arguments.models, arguments.bert or work / "bert", work,
             arguments.seed, arguments.quick,
         )  # fmt: skip
         exporting = None
@@ -178,7 +178,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="the results file, JSON")
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, separated by commas")
     parser.add_argument("--seconds", type=float, default=540, help="for all sections together")
-    parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
+    parser.add_argument(
+        "--pack", type=Path, help="a kernel pack, perhaps .xz; default: what is found"
+    )
     parser.add_argument(
         "--models", type=Path, help="folder of published models, as tests/ unpack them"
     )
@@ -197,7 +199,7 @@ def _arguments() -> argparse.Namespace:
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:
         parser.error(f"unknown section {unknown[0]!r}; there are: {', '.join(SECTIONS)}")
     if arguments.pack is None:
-        arguments.pack = packs.find_pack(90) or packs.catalog_path(90)
+        arguments.pack = packs.find_pack(90) or packs.catalog(90)
     elif not arguments.pack.is_file():
         parser.error(f"there is no pack {arguments.pack}; build one with `moonpoly pack`")
     return arguments
