@@ -36,14 +36,14 @@ from benchmarks.measuring import (
     rotation,
     time_graphs,
 )
-from benchmarks.operands import DTYPES, Operands, Product
+from benchmarks.operands import DTYPES, Operands, dense
 from benchmarks.recording import say
 from benchmarks.running import Provider
 from moonpoly_ort import native, packs
 from moonpoly_ort.errors import MoonPolyError
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-HEAD = ["id", "class", "dtype", "m", "n", "k"]
+HEAD = ["id", "class", "dtype", "layout", "m", "n", "k"]
 PLAN_HEAD = [*HEAD, "kernel", "split", "regions", "predicted_us", "us", "low_us", "high_us",
              "cublas_us", "cublas_low_us", "cublas_high_us", "speedup"]  # fmt: skip
 ORACLE_HEAD = [*HEAD, "kernel", "split", "predicted_us", "us"]
@@ -84,26 +84,28 @@ def read_shapes(path: Path, core_only: bool) -> Iterator[Shape]:
 
 
 class Bench:
-    """Measures shapes of one dtype; rows go to the output as they are made."""
+    """Measures shapes of one dtype and layout; rows go to the output as they are made."""
 
-    def __init__(self, setting: Setting, dtype: str, output: Path, head: list[str]) -> None:
-        self.setting, self.dtype = setting, dtype
+    def __init__(
+        self, setting: Setting, dtype: str, layout: str, output: Path, head: list[str]
+    ) -> None:
+        self.setting, self.dtype, self.layout = setting, dtype, layout
         self.l2_bytes = torch.cuda.get_device_properties(setting.provider.ordinal).L2_cache_size
-        self.done: set[tuple[str, str]] = set()
+        self.done: set[tuple[str, str, str]] = set()
         fresh = not output.exists() or output.stat().st_size == 0
         if not fresh:
             with output.open(newline="") as source:
                 reader = csv.DictReader(source)
                 if reader.fieldnames != head:
                     raise SystemExit(f"{output} has other columns; name another output")
-                self.done = {(row["id"], row["dtype"]) for row in reader}
+                self.done = {(row["id"], row["dtype"], row["layout"]) for row in reader}
         self._file = output.open("a", newline="")
         self._out = csv.DictWriter(self._file, head, lineterminator="\n")
         if fresh:
             self._out.writeheader()
 
     def write(self, shape: Shape, **row: Any) -> None:
-        shared = {"id": shape.id, "class": shape.kind, "dtype": self.dtype,
+        shared = {"id": shape.id, "class": shape.kind, "dtype": self.dtype, "layout": self.layout,
                   "m": shape.m, "n": shape.n, "k": shape.k}  # fmt: skip
         rounded = {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in row.items()}
         self._out.writerow(shared | rounded)
@@ -114,15 +116,7 @@ class Bench:
         bytes_each = DTYPES[self.dtype].itemsize
         moved = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) * bytes_each
         sets = rotation(moved, self.l2_bytes)
-        size = bytes_each
-
-        def align(columns: int) -> int:
-            return max(a for a in (16, 8, 4, 2) if a >= size and columns * size % a == 0)
-
-        product = Product(
-            shape.m, shape.n, shape.k, self.dtype, packed=True,
-            align_a=align(shape.k), align_b=align(shape.n), align_c=align(shape.n),
-        )  # fmt: skip
+        product = dense(shape.m, shape.n, shape.k, self.dtype, self.layout)
         device = self.setting.provider.torch_device
         operands = [Operands.allocate(product, device, seed) for seed in range(sets)]
         floor = Ceilings().floor_us(shape.m, shape.n, shape.k, 1, bytes_each)
@@ -141,7 +135,9 @@ class Bench:
     def cublas(operands: list[Operands]) -> Launch:
         def launch(index: int) -> None:
             one = operands[index]
-            torch.matmul(one.a.view[0], one.b.view[0], out=one.y.view[0])
+            a, b, y = one.a.view[0], one.b.view[0], one.y.view[0]
+            product = one.product
+            torch.matmul(a.mT if product.trans_a else a, b.mT if product.trans_b else b, out=y)
 
         return launch
 
@@ -245,11 +241,13 @@ def main() -> int:
         read_shapes(arguments.shapes, not arguments.all) if arguments.shapes else built_in()
     )
     head = ORACLE_HEAD if arguments.oracle else PLAN_HEAD
-    bench = Bench(setting, arguments.dtype, arguments.output, head)
+    bench = Bench(setting, arguments.dtype, arguments.layout, arguments.output, head)
     if arguments.oracle:
         facts = json.dumps(device_facts(setting), indent=1)
         arguments.output.with_suffix(".json").write_text(facts + "\n")
-    left = [shape for shape in shapes if (shape.id, arguments.dtype) not in bench.done]
+    left = [
+        shape for shape in shapes if (shape.id, arguments.dtype, arguments.layout) not in bench.done
+    ]
     ratios: list[float] = []
     for count, shape in enumerate(left):
         if time.monotonic() > stop:
@@ -278,6 +276,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--all", action="store_true", help="also rows of the list with core = 0")
     parser.add_argument("--dtype", choices=list(DTYPES), default="f16")
+    parser.add_argument("--layout", choices=("nn", "nt", "tn", "tt"), default="nn")
     parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
     parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
     parser.add_argument(

@@ -82,7 +82,7 @@ def split_k_sizes(setting: Setting) -> tuple[int, list[int]]:
     """Rows and sizes of a chain in which the planner cuts K at least once."""
     for rows in (8, 16, 1, 64):
         for wide in (8192, 16384, 4096):
-            plan = setting.plan(native.Problem(**operands.dense_fields(rows, 512, wide, "f16")))
+            plan = setting.plan(operands.dense_problem(rows, 512, wide, "f16"))
             if any(region.split > 1 for region in plan.regions):
                 return rows, [wide, 512, wide, 512, wide]
     raise AssertionError("the planner cuts K for none of the shapes that call for it")
@@ -222,7 +222,7 @@ def times(setting: Setting, record: Recorder) -> None:
 def _planner_times(setting: Setting, record: Recorder) -> None:
     rng = np.random.default_rng(3)
     problems = [
-        native.Problem(**operands.dense_fields(int(m), int(n), int(k), "f16"))
+        operands.dense_problem(int(m), int(n), int(k), "f16")
         for m, n, k in zip(
             rng.integers(1, 5000, 2000), rng.integers(1, 600, 2000) * 8,
             rng.integers(1, 600, 2000) * 8, strict=True,

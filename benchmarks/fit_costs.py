@@ -28,10 +28,11 @@ import numpy as np
 import numpy.typing as npt
 from moonpoly_ort.custom_ops.kernels import pack_format
 
-from benchmarks.operands import dense_fields
+from benchmarks.operands import dense_problem
 from moonpoly_ort import native, tables
 
 Floats = npt.NDArray[np.float64]
+Shape = tuple[str, str, int, int, int]  # dtype, layout, m, n, k
 TINY = 1e-9  # a cost of nothing that still counts as measured
 PROBE = 1e3  # large against everything else in a prediction
 ENDLESS = 1e12  # a bandwidth that is never the bottleneck
@@ -42,14 +43,14 @@ PRIOR = 0.02  # weight of the prior on step / single_step, against one measureme
 class Row:
     """One measurement: a kernel and K split on one shape."""
 
-    shape: tuple[str, int, int, int]  # dtype, m, n, k
+    shape: Shape
     kernel: int
     split: int
     us: float
 
     def problem(self) -> native.Problem:
-        dtype, m, n, k = self.shape
-        return native.Problem(**dense_fields(m, n, k, dtype))
+        dtype, layout, m, n, k = self.shape
+        return dense_problem(m, n, k, dtype, layout)
 
 
 class Planner:
@@ -209,7 +210,7 @@ class Quality:
 
 
 def quality(planner: Planner, pack: native.Pack, rows: list[Row]) -> Quality:
-    timings: dict[tuple[str, int, int, int], dict[tuple[int, int], Row]] = defaultdict(dict)
+    timings: dict[Shape, dict[tuple[int, int], Row]] = defaultdict(dict)
     for row in rows:
         timings[row.shape][row.kernel, row.split] = row
     ratios, unmeasured = [], 0
@@ -239,7 +240,8 @@ def read_rows(paths: list[Path], planner: Planner) -> list[Row]:
                     continue
                 if line["kernel"] not in index:
                     raise SystemExit(f"{path}: the pack holds no kernel {line['kernel']!r}")
-                shape = (line["dtype"], int(line["m"]), int(line["n"]), int(line["k"]))
+                m, n, k = (int(line[size]) for size in "mnk")
+                shape = (line["dtype"], line["layout"], m, n, k)
                 rows.append(
                     Row(shape, index[line["kernel"]], int(line["split"]), float(line["us"]))
                 )

@@ -54,7 +54,7 @@ class Ceilings:
         return max(moved / self.bytes_per_us, 2 * batch * m * n * k / self.flops_per_us)
 
 
-def rotation(set_bytes: int, l2_bytes: int, most: int = 256) -> int:
+def rotation(set_bytes: int, l2_bytes: int, most: int = 128) -> int:
     """How many operand sets to rotate so that none is still in L2 when its turn comes again."""
     return max(1, min(most, math.ceil(2 * l2_bytes / max(set_bytes, 1)) + 1))
 

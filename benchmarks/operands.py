@@ -57,7 +57,7 @@ class Product:
     bias: str = "none"
     alpha: float = 1.0
     beta: float = 1.0
-    packed: bool = False  # rows lie back to back where the alignment allows it
+    packed: bool = False  # as in a runtime: aligned base, rows back to back where `align` allows
     special: bool = False  # NaN, Inf and -Inf among the operands
 
     @property
@@ -105,12 +105,12 @@ class Stack:
     def allocate(
         count: int, rows: int, columns: int, dtype: str, align: int, packed: bool, device: str
     ) -> Stack:
-        """A stack filled with the pattern; its base lies off every alignment above `align`."""
+        """A stack filled with the pattern; not packed, its base lies off every alignment above."""
         size = DTYPES[dtype].itemsize
         slack = 0 if packed else 1 + rows % 3
         pitch = pitch_for(columns, size, align, slack)
         stride = rows * pitch + (0 if packed else pitch_for(1, size, align))
-        start = GUARD + (align if align < 16 else 16) // size
+        start = GUARD + (0 if packed else align // size)
         elements = start + count * stride + GUARD
         bits = torch.full((elements,), PATTERNS[dtype], dtype=BITS[dtype], device=device)
         storage = bits.view(DTYPES[dtype])
@@ -247,13 +247,32 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     return error / scale
 
 
-def dense_fields(m: int, n: int, k: int, dtype: str, precision: str = "tf32") -> dict[str, Any]:
-    """The `mp_problem` of a plain product of dense, 16-byte aligned matrices whose rows may be odd."""
+def dense(
+    m: int, n: int, k: int, dtype: str, layout: str = "nn", precision: str = "tf32"
+) -> Product:
+    """A product of dense matrices at aligned addresses, as a runtime hands them over.
+
+    `layout` is two of n (stored as multiplied) and t (stored transposed), for A and for B.
+    """
     size = DTYPES[dtype].itemsize
-    return {
-        "dtype": CODES[dtype], "precision": PRECISIONS[precision],
-        "m": m, "n": n, "k": k, "batch": 1, "lda": k, "ldb": n, "ldc": n,
-        "a_div": 1, "a_mod": 1, "b_div": 1, "b_mod": 1,
-        "align_a": math.gcd(k * size, 16), "align_b": math.gcd(n * size, 16), "align_c": math.gcd(n * size, 16),
-        "alpha": 1.0,
-    }  # fmt: skip
+    trans_a, trans_b = layout[0] == "t", layout[1] == "t"
+    columns = (m if trans_a else k, k if trans_b else n, n)
+    align_a, align_b, align_c = (math.gcd(count * size, 16) for count in columns)
+    return Product(
+        m, n, k, dtype, precision, trans_a=trans_a, trans_b=trans_b,
+        align_a=align_a, align_b=align_b, align_c=align_c, packed=True,
+    )  # fmt: skip
+
+
+def dense_problem(
+    m: int, n: int, k: int, dtype: str, layout: str = "nn", precision: str = "tf32"
+) -> native.Problem:
+    """The `mp_problem` of `dense`, for planning only: nothing is allocated."""
+    p = dense(m, n, k, dtype, layout, precision)
+    return native.Problem(
+        dtype=CODES[dtype], precision=PRECISIONS[precision],
+        trans_a=p.trans_a, trans_b=p.trans_b, m=m, n=n, k=k, batch=1,
+        lda=m if p.trans_a else k, ldb=k if p.trans_b else n, ldc=n,
+        a_div=1, a_mod=1, b_div=1, b_mod=1,
+        align_a=p.align_a, align_b=p.align_b, align_c=p.align_c, alpha=1.0,
+    )  # fmt: skip
