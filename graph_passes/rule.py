@@ -99,7 +99,7 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
             return _invalid(
                 f"attribute {name!r} is unknown to {node.op_type}-{schema.since_version}"
             )
-        if int(attribute.type) != int(schema.attributes[name].type):
+        if int(attribute.type) != int(schema.attributes[name].type):  # type: ignore[call-overload]
             return _invalid(f"attribute {name!r} is of type {attribute.type.name}")
     return None
 

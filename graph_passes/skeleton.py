@@ -9,18 +9,14 @@ hence it may drop what onnx_ir 1.1 cannot represent: map types, sparse tensors, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import onnx
-from google.protobuf.message import Message  # type: ignore[import-untyped]
+
+from .payload import copy_message
 
 KEPT_ELEMENTS = 1024
 """Tensors up to this size stay: shape inference reads operands of Reshape and the like."""
-
-_MAY_HOLD_TENSORS = {"ModelProto", "GraphProto", "NodeProto", "AttributeProto", "FunctionProto"}
-
-TensorCopier = Callable[[onnx.TensorProto, onnx.TensorProto], None]
 
 
 def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -40,44 +36,6 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
         for node in function.node:
             _drop_unsupported(node)
     return result
-
-
-def copy_message(source: Message, target: Message, copy_tensor: TensorCopier) -> None:
-    """Copies an ONNX message of any kind into an empty one; tensors are left to `copy_tensor`."""
-    if isinstance(source, onnx.NodeProto) and not any(map(_holds_tensors, source.attribute)):
-        target.CopyFrom(source)
-        return
-    for field, value in source.ListFields():
-        kind = field.message_type
-        if kind is None or (kind.name not in _MAY_HOLD_TENSORS and kind.name != "TensorProto"):
-            _copy_field(target, field.name, value)
-            continue
-        copied: list[tuple[Any, Any]]
-        if isinstance(value, Message):
-            copied = [(value, getattr(target, field.name))]
-            copied[0][1].SetInParent()
-        else:
-            copied = [(item, getattr(target, field.name).add()) for item in value]
-        for item, copy in copied:
-            if isinstance(item, onnx.TensorProto):
-                copy_tensor(item, copy)
-            else:
-                copy_message(item, copy, copy_tensor)
-
-
-def _copy_field(target: Message, name: str, value: Any) -> None:
-    if isinstance(value, Message):
-        getattr(target, name).CopyFrom(value)
-    elif isinstance(value, int | float | str | bytes):
-        setattr(target, name, value)
-    else:
-        getattr(target, name).extend(value)
-
-
-def _holds_tensors(attribute: onnx.AttributeProto) -> bool:
-    return bool(
-        attribute.HasField("t") or attribute.HasField("g") or attribute.tensors or attribute.graphs
-    )
 
 
 def _copy_without_payload(source: onnx.TensorProto, target: onnx.TensorProto) -> None:

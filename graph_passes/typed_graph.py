@@ -9,6 +9,7 @@ node of the main graph or of a subgraph has one.
 
 from __future__ import annotations
 
+import graphlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ _RANDOM = frozenset(
 )
 
 FunctionId = tuple[str, str, str]
+CallGraph = Mapping[FunctionId, set[FunctionId]]
 
 
 def walk(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.FunctionProto | None, onnx.NodeProto]]:
@@ -69,9 +71,10 @@ def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
     numbered = skeleton(model)
     for number, (_, _, node) in enumerate(walk(numbered)):
         node.metadata_props.add(key=_ORIGIN, value=str(number))
-    _refuse_recursion(numbered)
+    calls = _calls_of_functions(numbered)
+    _refuse_recursion(calls)
     ordered = _topologically_sorted(numbered)
-    views = _Views(ordered)
+    views = _Views(ordered, calls)
     views.visit(ordered)
     return views.by_origin
 
@@ -79,9 +82,10 @@ def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
 class _Views:
     """Collects the views: walks a typed graph and enters each function that it calls."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, calls: CallGraph) -> None:
         self.by_origin: dict[int, list[ir.Node]] = defaultdict(list)
         self._functions = {_function_id(function): function for function in model.functions}
+        self._calls = calls
         self._seen: set[tuple[object, ...]] = set()
 
     def visit(self, model: onnx.ModelProto) -> None:
@@ -123,7 +127,7 @@ class _Views:
         model = onnx.ModelProto(
             ir_version=onnx.IR_VERSION,
             opset_import=function.opset_import,
-            functions=self._functions.values(),
+            functions=[self._functions[name] for name in self._callees(_function_id(function))],
         )
         graph = model.graph
         graph.name = function.name
@@ -141,6 +145,17 @@ class _Views:
         for node in graph.node:
             _bind(node, absent, bound)
         return model
+
+    def _callees(self, caller: FunctionId) -> set[FunctionId]:
+        """All functions that `caller` needs: a model with hundreds has few below each."""
+        found: set[FunctionId] = set()
+        pending = [*self._calls[caller]]
+        while pending:
+            callee = pending.pop()
+            if callee not in found:
+                found.add(callee)
+                pending.extend(self._calls[callee])
+        return found
 
 
 def _bind(node: onnx.NodeProto, absent: set[str], bound: Mapping[str, onnx.AttributeProto]) -> None:
@@ -205,8 +220,7 @@ def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
 
 
-def _refuse_recursion(model: onnx.ModelProto) -> None:
-    """Functions may not call themselves; inlining and inference would never end."""
+def _calls_of_functions(model: onnx.ModelProto) -> CallGraph:
     calls: dict[FunctionId, set[FunctionId]] = {
         _function_id(function): set() for function in model.functions
     }
@@ -214,14 +228,18 @@ def _refuse_recursion(model: onnx.ModelProto) -> None:
         callee = (node.domain, node.op_type, node.overload)
         if function is not None and callee in calls:
             calls[_function_id(function)].add(callee)
-    while leaves := [caller for caller, callees in calls.items() if not callees]:
-        for leaf in leaves:
-            del calls[leaf]
-        for callees in calls.values():
-            callees.difference_update(leaves)
-    if calls:
-        names = ", ".join(sorted(f"{domain}.{name}" for domain, name, _ in calls))
-        raise ModelError(f"Functions of the model call themselves, which ONNX forbids: {names}")
+    return calls
+
+
+def _refuse_recursion(calls: CallGraph) -> None:
+    """Functions may not call themselves: inlining and inference would never end."""
+    try:
+        tuple(graphlib.TopologicalSorter(calls).static_order())
+    except graphlib.CycleError as error:
+        names = ", ".join(sorted({f"{domain}.{name}" for domain, name, _ in error.args[1]}))
+        raise ModelError(
+            f"Functions of the model call themselves, which ONNX forbids: {names}"
+        ) from error
 
 
 def _function_id(function: onnx.FunctionProto) -> FunctionId:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import onnx
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 DOMAIN = "ai.moonpoly"
-DTYPES = {
+DTYPES: dict[int, str] = {
     onnx.TensorProto.FLOAT16: "f16",
     onnx.TensorProto.BFLOAT16: "bf16",
     onnx.TensorProto.FLOAT: "f32",
@@ -167,13 +166,12 @@ def explain(
         )
     from .rewriting import rewrite
 
-    marked = onnx.ModelProto()
-    marked.CopyFrom(rewrite(model).model)
+    rewritten = rewrite(model)
+    marked = rewritten.model
     nodes = _mark_ours(marked)
     if node is not None and node not in (names := [n.name or n.output[0] for n in nodes]):
         raise InputError(f"no node {node!r} is taken. Taken: {', '.join(names) or 'none'}.")
-    folder = Path(model).absolute().parent if isinstance(model, (str, os.PathLike)) else None
-    sizes = node_shapes(marked, shapes or {}, folder)
+    sizes = node_shapes(marked, shapes or {}, rewritten.base_dir)
     device = _device(gpu)
     path = packs.find_pack(device.sm, pack)
     opened = native.Pack(path if path is not None else packs.catalog(device.sm))
@@ -183,8 +181,11 @@ def explain(
         name = original.name or original.output[0]
         if node is not None and name != node:
             continue
-        dtype = DTYPES.get(sizes.elements.get(index, 0), "f32")
+        dtype = DTYPES.get(sizes.elements.get(index, 0), "")
         base = NodePlan(name, original.op_type, dtype, (), 0)
+        if not dtype:
+            plans.append(replace(base, why_not="its element type is not known without running it"))
+            continue
         if index in sizes.why:
             plans.append(replace(base, why_not=sizes.why[index]))
         for inputs, calls in sizes.found.get(index, {}).items():
@@ -204,7 +205,7 @@ def explain(
 
 def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Turns our nodes into marked standard ones, in place; copies of the originals, by mark."""
-    originals = []
+    originals: list[onnx.NodeProto] = []
     bodies = [model.graph.node, *(f.node for f in model.functions if f.domain != DOMAIN)]
     for node in (node for body in bodies for node in all_nodes(body)):
         if node.domain == DOMAIN:
@@ -279,20 +280,12 @@ def _region(region: native.Region, pack: native.Pack, device: native.Device) -> 
 
 
 def blocks_per_sm(kernel: native.KernelRecord, device: native.Device) -> int:
-    """How many blocks of a kernel one SM holds (CUDA occupancy: blocks, threads, registers, shared
-    memory).
-    """
-    threads = 32 * kernel.warps
-    registers = (
-        -(-kernel.registers * 32 // 256) * 256 * kernel.warps
-    )  # allocated by warp, 256 at a time
-    shared = kernel.shared_bytes + 1024  # what CUDA keeps for itself in every block
-    return max(
-        1,
-        min(
-            device.blocks_per_sm,
-            device.threads_per_sm // threads,
-            device.registers_per_sm // max(registers, 1),
-            device.shared_per_sm // shared,
-        ),
+    """How many blocks of a kernel one SM holds, at least 1 (the rules of CUDA's occupancy)."""
+    warp_registers = -(-kernel.registers * 32 // 256) * 256  # allocated 256 at a time
+    limits = (
+        device.blocks_per_sm,
+        device.threads_per_sm // (32 * kernel.warps),
+        device.registers_per_sm // max(warp_registers * kernel.warps, 1),
+        device.shared_per_sm // (kernel.shared_bytes + 1024),  # CUDA keeps 1 KiB of each block
     )
+    return max(1, int(min(limits)))

@@ -302,13 +302,13 @@ def _is_ort_format(source: str | bytes | os.PathLike[str]) -> bool:
 def _rewritten(
     source: str | bytes | os.PathLike[str],
 ) -> tuple[bytes, Path | None, tuple[Entry, ...]]:
-    """The rewritten graph, the folder of its external data (for a model from a path), and the
-    report.
-    """
+    """The rewritten graph, the folder of its external data if it has some there, and the report."""
     from .rewriting import rewrite
 
     result = rewrite(source)
-    folder = result.base_dir.absolute() if result.base_dir else None
+    folder = None
+    if result.base_dir is not None and result.has_external_data:
+        folder = result.base_dir.absolute()
     return result.model.SerializeToString(), folder, result.report
 
 

@@ -126,16 +126,15 @@ def _input_shape(info: ValueInfoProto, sizes: Sizes) -> Shape:
         raise InputError(f"input {info.name!r} has no rank in the model: give its whole shape")
     shape = ()
     for i, dim in enumerate(declared):
-        size: Any = dim.dim_value if dim.HasField("dim_value") else sizes.get(dim.dim_param)
-        if size is None or size == -1:
-            what = (
-                f"symbolic dimension {dim.dim_param!r}"
-                if dim.dim_param
-                else f"unnamed dimension {i}"
-            )
-            how = "a size for it or " if dim.dim_param else ""
+        fixed = dim.HasField("dim_value") and dim.dim_value >= 0  # some exporters write -1
+        size: Any = dim.dim_value if fixed else sizes.get(dim.dim_param)
+        if size is None:
+            name, how = repr(dim.dim_param), "a size for it or "
+            if not dim.dim_param:
+                name, how = str(i), ""
             raise InputError(
-                f"{what} of input {info.name!r} has no size: give {how}the input's whole shape"
+                f"dimension {name} of input {info.name!r} has no size: "
+                f"give {how}the input's whole shape"
             )
         if not isinstance(size, int) or size < 0:
             raise InputError(f"size {size!r} for {dim.dim_param!r} is not a number of 0 or more")
@@ -232,7 +231,7 @@ def _read_inference(graph: GraphProto, outer: dict[str, _Value], result: NodeSha
         result.operands[index] = operands
         result.elements[index] = operands[0].element if operands[0] else 0
         if all(value is None or value.shape is not None for value in operands):
-            shapes = tuple(value and value.shape for value in operands)
+            shapes = tuple(value.shape if value else None for value in operands)
             result.found.setdefault(index, Counter())[shapes] += 1
         else:
             result.why[index] = (
@@ -265,27 +264,23 @@ def _read_run(
             session.run(None, values)
             events = json.loads(Path(session.end_profiling()).read_text())
         except Exception as error:  # onnxruntime has no common base for its errors
-            for index in result.why:
-                result.why[index] = (
-                    f"its shapes depend on values, and the model does not run here: {error}"
-                )
+            why = f"its shapes depend on values, and the model does not run here: {error}"
+            result.why = dict.fromkeys(result.why, why)
             return
     ran: dict[int, Counter[tuple[Shape | None, ...]]] = {}
     for event in events:
         index = _marked(event["name"])
-        if index in result.why and event["name"].endswith("_kernel_time"):
-            recorded = [
-                tuple(shape)
-                for entry in event["args"]["input_type_shape"]
-                for shape in entry.values()
-            ]
-            shapes = _complete(result.operands[index], recorded)
-            if shapes is None:
-                result.why[index] = (
-                    f"the run recorded the input shapes {recorded}, which do not match its inputs"
-                )
-            else:
-                ran.setdefault(index, Counter())[shapes] += 1
+        if index is None or index not in result.why or not event["name"].endswith("_kernel_time"):
+            continue
+        entries = event["args"]["input_type_shape"]  # [{"float": [1, 37, 768]}, ...]
+        recorded = [tuple(shape) for entry in entries for shape in entry.values()]
+        shapes = _complete(result.operands[index], recorded)
+        if shapes is None:
+            result.why[index] = (
+                f"the shapes {recorded} that its run recorded are not all its inputs"
+            )
+        else:
+            ran.setdefault(index, Counter())[shapes] += 1
     for index, counts in ran.items():
         result.found[index] = counts
         del result.why[index]
@@ -296,15 +291,13 @@ def _complete(
 ) -> tuple[Shape | None, ...] | None:
     """Recorded shapes in the places of the inputs. The profiler leaves constants out, unless it
     sees them through a Cast; inference knows the shapes of those."""
-    places = [i for i, value in enumerate(operands) if value is not None]
+    places = [i for i, value in enumerate(operands) if value]
     if len(recorded) != len(places):
-        places = [i for i in places if not operands[i].constant]  # type: ignore[union-attr]
+        places = [i for i, value in enumerate(operands) if value and not value.constant]
     if len(recorded) != len(places):
         return None
-    shapes = [value and value.shape for value in operands]
+    shapes = [value.shape if value else None for value in operands]
     for place, shape in zip(places, recorded, strict=True):
         shapes[place] = shape
-    complete = all(
-        shape is not None for shape, value in zip(shapes, operands, strict=True) if value
-    )
-    return tuple(shapes) if complete else None
+    unknown = any(value and shape is None for shape, value in zip(shapes, operands, strict=True))
+    return None if unknown else tuple(shapes)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import tuned
 from .errors import OutputError, TableError
+from .files import replacing
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import CostTable
@@ -72,14 +73,12 @@ def dump(table: Table, path: str | os.PathLike[str]) -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in header.items()]
     rows = [f"    {json.dumps(asdict(cost))}" for cost in sorted(table.costs)]
     text = "\n".join(["{", *lines, '  "costs": [', ",\n".join(rows), "  ]", "}"]) + "\n"
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text)
-        os.replace(aside, target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise OutputError(f"cannot write the table {target}: {error.strerror or error}") from error
+        raise OutputError(f"cannot make the folder {target.parent}: {error.strerror}") from error
+    with replacing(target) as file:
+        file.write(text.encode())
 
 
 def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Table:
@@ -133,7 +132,7 @@ def _record(cls: type[Any], values: Any, where: str) -> Any:
     """
     if not isinstance(values, dict):
         raise TableError(f"{where}: an object is expected, not {values!r:.80}")
-    kinds = {"str": str, "int": int, "float": (int, float)}
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
     known = {field.name: kinds.get(str(field.type), tuple) for field in fields(cls)}
     if unknown := sorted(values.keys() - known.keys()):
         raise TableError(f"{where}: unknown field {unknown[0]!r}")
@@ -177,6 +176,11 @@ def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
     for folder in reversed(folders()):
         for path in sorted(folder.glob(f"{operation}__*.json")):
             table = load(path)
+            if path.name != file_name(table.gpu, operation):
+                raise TableError(
+                    f"{path} was measured on {table.gpu!r}, so its name must be "
+                    f"{file_name(table.gpu, operation)}. Rename or remove it."
+                )
             if table.sm == sm:
                 tables[table.gpu] = table
     return [tables[gpu] for gpu in sorted(tables)]

@@ -14,6 +14,7 @@ import typer
 
 from .. import dependencies
 from ..errors import DeviceError, InputError, ModelError, OutputError
+from ..files import replacing
 from ..progress import progress
 from .terminal import console, parse_dims, print_json, table
 
@@ -63,10 +64,14 @@ def rewrite(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report, write nothing.")] = False,
 ) -> None:
     """Replace MatMul and Gemm nodes by MoonPoly's ops. The result runs in any ONNX Runtime."""
+    from ..rewriting import list_rules as all_rules
     from ..rewriting import rewrite as rewrite_model
 
     if (target is None) != dry_run:
         raise typer.BadParameter("give either OUT or --dry-run")
+    known = [rule.name for rule in all_rules()]
+    if unknown := sorted({*(rules or ()), *(disable or ())} - set(known)):
+        raise typer.BadParameter(f"no rule {unknown[0]!r}; the rules are {', '.join(known)}")
     result = rewrite_model(
         source, target, static=static, rules=rules or None, disable=disable or ()
     )
@@ -134,6 +139,8 @@ def run(
     dependencies.load("onnxruntime", "running a model")
     from ..session import InferenceSession
 
+    if outputs and not os.access(outputs.absolute().parent, os.W_OK):
+        raise OutputError(f"cannot write {outputs}: its folder is missing or not writable")
     providers = _providers(provider, backend)
     values = _load_inputs(inputs, dim) if inputs else _random_inputs(model, dim, seed)
     session = _open(
@@ -234,23 +241,15 @@ def _open(session: Any, model: Path, **arguments: Any) -> Any:
 
 
 def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes an .npz aside and renames it into place. Raises `OutputError`."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(aside, "w") as archive:
-            for name, value in arrays.items():
-                if not isinstance(value, np.ndarray):
-                    raise OutputError(
-                        f"output {name!r} is a {type(value).__name__}; an .npz holds tensors only"
-                    )
-                array = value.astype(str) if value.dtype == object else value
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-        os.replace(aside, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+    """Writes an .npz, whole or not at all. Raises `OutputError`."""
+    with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, value in arrays.items():
+            if not isinstance(value, np.ndarray):
+                kind = type(value).__name__
+                raise OutputError(f"output {name!r} is a {kind}; an .npz holds tensors only")
+            array = value.astype(str) if value.dtype == object else value
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def explain(

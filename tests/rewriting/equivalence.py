@@ -32,7 +32,7 @@ def all_nodes(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def op_types(model: onnx.ModelProto) -> list[str]:
-    """The operators of the main graph and its subgraphs, with the domain where it is not ai.onnx."""
+    """The operators of the main graph and its subgraphs, with their domain unless ai.onnx."""
     return [
         f"{node.domain}.{node.op_type}" if node.domain else node.op_type
         for node in all_nodes(model.graph.node)
