@@ -1,0 +1,300 @@
+"""GEMM time on the GPU alone: our plan against cuBLAS, or every kernel against every other.
+
+    python -m benchmarks.bench_kernels --output rows.csv [--shapes gemm.csv] [--seconds 300]
+    python -m benchmarks.bench_kernels --output oracle.csv --oracle
+
+Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking turns;
+figures are medians. One CSV row a shape; shapes that the output already holds are skipped, so that a run
+cut short goes on where it stopped. With `--oracle` one row for every kernel and K split that is legal for
+the shape: what `benchmarks.fit_costs` makes a table of measured costs from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.machine import Setting, environment
+from benchmarks.measuring import (
+    Ceilings,
+    Launch,
+    Timing,
+    capture,
+    compare_launches,
+    geometric_mean,
+    launches_per_graph,
+    rotation,
+    time_graphs,
+)
+from benchmarks.operands import DTYPES, Operands, dense
+from benchmarks.recording import say
+from benchmarks.running import Provider
+from moonpoly_ort import native, packs
+from moonpoly_ort.errors import MoonPolyError
+
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+HEAD = ["id", "class", "dtype", "layout", "m", "n", "k"]
+PLAN_HEAD = [*HEAD, "kernel", "split", "regions", "predicted_us", "us", "low_us", "high_us",
+             "cublas_us", "cublas_low_us", "cublas_high_us", "speedup"]  # fmt: skip
+ORACLE_HEAD = [*HEAD, "kernel", "split", "predicted_us", "us"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One row of a shape list."""
+
+    id: str
+    kind: str
+    m: int
+    n: int
+    k: int
+
+
+def built_in() -> Iterator[Shape]:
+    """A small list: BERT's and Llama's weights, odd ones, skinny ones with long K, small squares."""
+    weights = (
+        ("bert", 768, 768), ("bert", 3072, 768), ("bert", 768, 3072), ("llama", 4096, 4096),
+        ("llama", 4096, 11008), ("odd", 1000, 2047), ("odd", 513, 771), ("small", 64, 64),
+        ("small", 256, 256), ("long-k", 128, 16384), ("long-k", 1024, 8192),
+    )  # fmt: skip
+    number = 0
+    for kind, n, k in weights:
+        for m in (1, 16, 37, 128, 333, 777, 1500, 4096):
+            yield Shape(f"b{number}", kind, m, n, k)
+            number += 1
+
+
+def read_shapes(path: Path, core_only: bool) -> Iterator[Shape]:
+    """Rows of a CSV with the columns id, class, M, N, K and perhaps core."""
+    with path.open(newline="") as source:
+        for row in csv.DictReader(source):
+            if core_only and row.get("core", "1") != "1":
+                continue
+            yield Shape(row["id"], row["class"], int(row["M"]), int(row["N"]), int(row["K"]))
+
+
+class Bench:
+    """Measures shapes of one dtype and layout; rows go to the output as they are made."""
+
+    def __init__(
+        self, setting: Setting, dtype: str, layout: str, output: Path, head: list[str]
+    ) -> None:
+        self.setting, self.dtype, self.layout = setting, dtype, layout
+        self.l2_bytes = torch.cuda.get_device_properties(setting.provider.ordinal).L2_cache_size
+        self.done: set[tuple[str, str, str]] = set()
+        fresh = not output.exists() or output.stat().st_size == 0
+        if not fresh:
+            with output.open(newline="") as source:
+                reader = csv.DictReader(source)
+                if reader.fieldnames != head:
+                    raise SystemExit(f"{output} has other columns; name another output")
+                self.done = {(row["id"], row["dtype"], row["layout"]) for row in reader}
+        self._file = output.open("a", newline="")
+        self._out = csv.DictWriter(self._file, head, lineterminator="\n")
+        if fresh:
+            self._out.writeheader()
+
+    def write(self, shape: Shape, **row: Any) -> None:
+        shared = {"id": shape.id, "class": shape.kind, "dtype": self.dtype, "layout": self.layout,
+                  "m": shape.m, "n": shape.n, "k": shape.k}  # fmt: skip
+        rounded = {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in row.items()}
+        self._out.writerow(shared | rounded)
+        self._file.flush()
+
+    def prepare(self, shape: Shape) -> tuple[list[Operands], int]:
+        """Rotated operand sets, and how many launches a graph should hold."""
+        bytes_each = DTYPES[self.dtype].itemsize
+        moved = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) * bytes_each
+        sets = rotation(moved, self.l2_bytes)
+        product = dense(shape.m, shape.n, shape.k, self.dtype, self.layout)
+        device = self.setting.provider.torch_device
+        operands = [Operands.allocate(product, device, seed) for seed in range(sets)]
+        floor = Ceilings().floor_us(shape.m, shape.n, shape.k, 1, bytes_each)
+        return operands, launches_per_graph(floor, sets)
+
+    def ours(self, operands: list[Operands], plan: native.Plan) -> Launch:
+        runner = self.setting.runner
+        runner.reserve(plan)
+
+        def launch(index: int) -> None:
+            runner.launch(operands[index].problem, plan, operands[index].pointers)
+
+        return launch
+
+    @staticmethod
+    def cublas(operands: list[Operands]) -> Launch:
+        def launch(index: int) -> None:
+            one = operands[index]
+            a, b, y = one.a.view[0], one.b.view[0], one.y.view[0]
+            product = one.product
+            torch.matmul(a.mT if product.trans_a else a, b.mT if product.trans_b else b, out=y)
+
+        return launch
+
+    def compare(self, shape: Shape) -> float:
+        """Our plan against cuBLAS; returns how many times faster ours is."""
+        operands, launches = self.prepare(shape)
+        plan = self.setting.plan(operands[0].problem)
+        regions = plan.regions
+        times = compare_launches(
+            {"ours": self.ours(operands, plan), "cublas": self.cublas(operands)},
+            len(operands), launches,
+        )  # fmt: skip
+        ours, cublas = times["ours"], times["cublas"]
+        self.write(
+            shape, kernel=self.setting.pack.kernels[regions[0].kernel].name,
+            split=regions[0].split, regions=len(regions), predicted_us=plan.predicted_us,
+            us=ours.median, low_us=ours.low, high_us=ours.high, cublas_us=cublas.median,
+            cublas_low_us=cublas.low, cublas_high_us=cublas.high, speedup=cublas.median / ours.median,
+        )  # fmt: skip
+        return cublas.median / ours.median
+
+    def oracle(self, shape: Shape, rounds: int, slowest: float) -> None:
+        """Every legal (kernel, split), the planner's and cuBLAS among them; one row each.
+
+        A candidate predicted more than `slowest` times slower than the best one is left out.
+        """
+        operands, launches = self.prepare(shape)
+        choices = self._legal(operands[0].problem)
+        best = min(plan.predicted_us for _, _, plan in choices)
+        rows: list[tuple[int, int, native.Plan, Timing]] = []
+        for kernel, split, plan in choices:
+            if plan.predicted_us > slowest * best:
+                continue
+            graph = capture(self.ours(operands, plan), len(operands), launches)
+            timing = time_graphs({"one": graph}, launches, rounds)["one"]
+            rows.append((kernel, split, plan, timing))
+        cublas = compare_launches(
+            {"cublas": self.cublas(operands)}, len(operands), launches, rounds
+        )
+        for kernel, split, plan, timing in rows:
+            self.write(shape, kernel=self.setting.pack.kernels[kernel].name, split=split,
+                       predicted_us=plan.predicted_us, us=timing.median)  # fmt: skip
+        self.write(shape, kernel="cublas", split=1, us=cublas["cublas"].median)
+        chosen = self.setting.plan(operands[0].problem).regions[0]
+        measured = {(kernel, split): timing.median for kernel, split, _, timing in rows}
+        fastest = min(measured.values())
+        mine = measured.get((chosen.kernel, chosen.split))
+        share = f"{fastest / mine:.3f} of the best" if mine else "not among those measured"
+        say(f"{shape.id} {shape.m}x{shape.n}x{shape.k}: {len(rows)} candidates, best {fastest:.1f} us, "
+            f"cuBLAS {cublas['cublas'].median:.1f} us, the planner's choice {share}")  # fmt: skip
+
+    def _legal(self, problem: native.Problem) -> list[tuple[int, int, native.Plan]]:
+        found = []
+        chosen = self.setting.plan(problem).regions[0]
+        for index, kernel in enumerate(self.setting.pack.kernels):
+            splits = set(SPLITS) if kernel.split_k else {1}
+            if index == chosen.kernel:
+                splits.add(chosen.split)
+            for split in sorted(splits):
+                try:
+                    found.append((index, split, self.setting.plan(problem, index, split)))
+                except MoonPolyError:
+                    continue  # not legal for this problem: the planner's own rule says so
+        return found
+
+
+def device_facts(setting: Setting) -> dict[str, Any]:
+    """What a table of costs must know of the GPU: attributes, copy bandwidth, time of a launch."""
+    where = setting.provider.torch_device
+    source = torch.randn(2**28, device=where)  # 1 GiB, far beyond L2
+    target = torch.empty_like(source)
+    copies = {"copy": capture(lambda _: target.copy_(source), 1, 4)}
+    copy_us = time_graphs(copies, 4, 7)["copy"].median
+    one = torch.zeros(1, device=where)
+    empties = {"empty": capture(lambda _: one.add_(1), 1, 256)}
+    device = setting.device
+    fields = [name for name, *_ in device._fields_ if name != "_name"]
+    head = environment(setting, "")
+    return {
+        "gpu": device.name,
+        "device": {name: getattr(device, name) for name in fields},
+        "bandwidth_gbps": 2 * source.nbytes / copy_us / 1e3,
+        "launch_us": time_graphs(empties, 256, 7)["empty"].median,
+        "cuda": torch.version.cuda,
+        "driver": ", ".join(dict.fromkeys(head["driver"])),
+        "clocks": "free",
+        "date": datetime.date.today().isoformat(),
+        "pack_key": setting.pack.header.key.decode(),
+    }
+
+
+def main() -> int:
+    arguments = _arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("this measures a GPU, and torch finds none here")
+    torch.backends.cuda.matmul.allow_tf32 = True  # as ONNX Runtime's fp32 MatMul
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    setting = Setting(Provider(ordinal=arguments.device, pack=arguments.pack), arguments.pack)
+    stop = time.monotonic() + arguments.seconds
+    shapes = list(
+        read_shapes(arguments.shapes, not arguments.all) if arguments.shapes else built_in()
+    )
+    head = ORACLE_HEAD if arguments.oracle else PLAN_HEAD
+    bench = Bench(setting, arguments.dtype, arguments.layout, arguments.output, head)
+    if arguments.oracle:
+        facts = json.dumps(device_facts(setting), indent=1)
+        arguments.output.with_suffix(".json").write_text(facts + "\n")
+    left = [
+        shape for shape in shapes if (shape.id, arguments.dtype, arguments.layout) not in bench.done
+    ]
+    ratios: list[float] = []
+    for count, shape in enumerate(left):
+        if time.monotonic() > stop:
+            say(f"the time is up; {len(left) - count} shapes are left")
+            break
+        if arguments.oracle:
+            bench.oracle(shape, arguments.rounds, arguments.slowest)
+        else:
+            ratios.append(bench.compare(shape))
+            if count % 20 == 0:
+                say(f"{count + 1} of {len(left)}: {shape}, {ratios[-1]:.3f} times cuBLAS")
+        torch.cuda.empty_cache()
+    if ratios:
+        print(f"{len(ratios)} shapes, {arguments.dtype}: geometric mean {geometric_mean(ratios):.3f} of "
+              f"cuBLAS' speed, from {min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="CSV; rows are appended")
+    parser.add_argument(
+        "--shapes", type=Path, help="CSV: id, class, M, N, K; default: a built-in list"
+    )
+    parser.add_argument("--all", action="store_true", help="also rows of the list with core = 0")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="f16")
+    parser.add_argument("--layout", choices=("nn", "nt", "tn", "tt"), default="nn")
+    parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
+    parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="stop starting shapes after this long"
+    )
+    parser.add_argument("--oracle", action="store_true", help="time every legal kernel and split")
+    parser.add_argument("--rounds", type=int, default=5, help="replays per candidate with --oracle")
+    parser.add_argument("--slowest", type=float, default=3.0,
+                        help="leave out candidates predicted this many times slower than the best")  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.pack is None:
+        arguments.pack = packs.find_pack(90)
+        if arguments.pack is None:
+            parser.error(
+                "there is no pack for sm_90; build one with `moonpoly pack`, or name it with --pack"
+            )
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

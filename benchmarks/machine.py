@@ -1,0 +1,153 @@
+"""The machine under test: its pack, its GPU, and how a plan is run on torch tensors there."""
+
+from __future__ import annotations
+
+import lzma
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.operands import Operands
+from benchmarks.running import Provider
+from moonpoly_ort import devices, native
+
+PACKAGES = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "torch",
+    "triton",
+    "onnx",
+    "onnx-ir",
+    "numpy",
+    "transformers",
+)
+
+
+@dataclass
+class Setting:
+    """What every section is given. Nothing here touches the GPU before it is used in a section."""
+
+    provider: Provider
+    pack_path: Path
+    models: Path | None = None
+    bert: Path | None = None
+    work: Path = Path("/tmp")
+    seed: int = 2026
+    quick: bool = False
+
+    @cached_property
+    def pack(self) -> native.Pack:
+        return native.Pack(self.pack_path)
+
+    @cached_property
+    def device(self) -> native.Device:
+        """The GPU of the provider; without one, an H200 as the planner knows it."""
+        if self.provider.is_cuda:
+            return native.device_query(self.provider.ordinal)
+        return devices.lookup("H200")
+
+    def plan(self, problem: native.Problem, kernel: int = -1, split: int = 0) -> native.Plan:
+        return self.pack.plan(self.device, problem, kernel=kernel, split=split)
+
+    @cached_property
+    def runner(self) -> Runner:
+        return Runner(self)
+
+
+class Runner:
+    """Runs plans on torch's current stream; the workspace starts as NaN, counters must end at 0."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.device = setting.provider.torch_device
+        self.launcher: Any = None
+        if setting.provider.is_cuda:
+            torch.cuda.set_device(setting.provider.ordinal)
+            torch.zeros(1, device=self.device)  # makes the context that the launcher then shares
+            self.launcher = native.Launcher(setting.pack, setting.provider.ordinal)
+        else:
+            from moonpoly_ort import interpreter
+
+            self._interpret = partial(interpreter.run, setting.pack)
+        self._workspace = torch.empty(0, dtype=torch.float32, device=self.device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=self.device)
+
+    def reserve(self, plan: native.Plan) -> None:
+        """Makes the scratch buffers large enough; do it before a capture."""
+        if self._workspace.numel() * 4 < plan.workspace_bytes:
+            size = (-(-plan.workspace_bytes // 4),)
+            self._workspace = torch.full(size, float("nan"), device=self.device)
+        if self._counters.numel() < plan.counters:
+            self._counters = torch.zeros(int(plan.counters), dtype=torch.int32, device=self.device)
+
+    def launch(
+        self, problem: native.Problem, plan: native.Plan, pointers: tuple[int, int, int, int]
+    ) -> None:
+        """Launches a plan; `pointers` are those of A, B, bias (0: none) and Y."""
+        a, b, bias, y = pointers
+        if self.launcher is None:
+            self._interpret(problem, plan, a, b, bias or None, y)
+            return
+        self.launcher.launch(
+            problem, plan, a=a, b=b, bias=bias or None, y=y,
+            workspace=self._workspace.data_ptr(), counters=self._counters.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+
+    def run(self, operands: Operands, plan: native.Plan) -> None:
+        """Launches and waits."""
+        self.reserve(plan)
+        self.launch(operands.problem, plan, operands.pointers)
+        if self.launcher is not None:
+            torch.cuda.synchronize()
+
+    def counters_left(self) -> int:
+        """Counters that are not back at 0."""
+        return int(torch.count_nonzero(self._counters))
+
+
+def unpacked(pack: Path, folder: Path) -> Path:
+    """A pack that may have travelled as `NAME.mpk.xz` (a tenth of the size), as a plain file."""
+    if pack.suffix != ".xz":
+        return pack
+    target = folder / pack.stem
+    target.write_bytes(lzma.decompress(pack.read_bytes()))
+    return target
+
+
+def environment(setting: Setting, commit: str) -> dict[str, Any]:
+    """Versions and hardware, for the head of a results file."""
+    header: dict[str, Any] = {"commit": commit, "python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            header[name] = version(name)
+        except PackageNotFoundError:
+            header[name] = None
+    header["torch cuda"] = torch.version.cuda
+    header["gpu"] = _nvidia_smi("name")
+    header["driver"] = _nvidia_smi("driver_version")
+    header["clocks, MHz"] = _nvidia_smi("clocks.sm,clocks.max.sm,clocks.mem")
+    if setting.pack_path.exists():
+        info = setting.pack.header
+        header["pack"] = {
+            "file": setting.pack_path.name, "sm": info.sm, "key": info.key.decode(),
+            "triton": info.triton.decode(), "kernels": info.kernel_count, "tables": info.table_count,
+            "bytes": setting.pack_path.stat().st_size,
+        }  # fmt: skip
+    return header
+
+
+def _nvidia_smi(field: str) -> list[str] | str:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no nvidia-smi: {error}"
+    return done.stdout.strip().splitlines() if done.returncode == 0 else done.stderr.strip()

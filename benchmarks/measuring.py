@@ -1,0 +1,140 @@
+"""Timing: GPU work inside CUDA graphs on operands rotated beyond L2, host calls by the wall clock.
+
+Candidates that are compared take turns within every round, so that clock changes and neighbours on the
+machine touch all of them alike; the figure reported is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Launches the work once, on operand set `index`, on torch's current stream.
+Launch = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds for one piece of work: the median over rounds and the 10% and 90% quantiles."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        """Summarises samples in microseconds; raises ValueError when there is none."""
+        if not samples:
+            raise ValueError("no sample was taken: allow more time or at least one round")
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        return Timing(
+            statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)],
+            len(ordered),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the GPU cannot exceed, only used to size a measurement (an H200, rounded up)."""
+
+    bytes_per_us: float = 5e6
+    flops_per_us: float = 1e9
+
+    def floor_us(self, m: int, n: int, k: int, batch: int, element_bytes: int) -> float:
+        """The least time, in microseconds, that a product of this size can take."""
+        moved = batch * (m * k + k * n + m * n) * element_bytes
+        return max(moved / self.bytes_per_us, 2 * batch * m * n * k / self.flops_per_us)
+
+
+def rotation(set_bytes: int, l2_bytes: int, most: int = 128) -> int:
+    """How many operand sets to rotate so that none is still in L2 when its turn comes again."""
+    return max(1, min(most, math.ceil(2 * l2_bytes / max(set_bytes, 1)) + 1))
+
+
+def launches_per_graph(floor_us: float, sets: int, target_us: float = 400.0) -> int:
+    """Launches that make one replay long against the cost of starting it (about 10 us).
+
+    A multiple of `sets`, so that every replay starts where the rotation starts.
+    """
+    wanted = math.ceil(target_us / (floor_us + 2.0))
+    return sets * max(1, math.ceil(min(wanted, 256) / sets))
+
+
+def capture(launch: Launch, sets: int, launches: int) -> torch.cuda.CUDAGraph:
+    """Records `launches` calls of `launch`, the operand sets in rotation, after one call as warm-up."""
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(launches):
+            launch(index % sets)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def time_graphs(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, rounds: int
+) -> dict[str, Timing]:
+    """Microseconds per launch of each graph (all hold `launches`), replayed in turn `rounds` times."""
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, end = _event(), _event()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3 / launches)
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def compare_launches(
+    candidates: Mapping[str, Launch], sets: int, launches: int, rounds: int = 15
+) -> dict[str, Timing]:
+    """Captures every candidate and times them against each other: microseconds per launch."""
+    graphs = {name: capture(launch, sets, launches) for name, launch in candidates.items()}
+    return time_graphs(graphs, launches, rounds)
+
+
+def compare_calls(
+    candidates: Mapping[str, Callable[[], None]],
+    *,
+    rounds: int = 200,
+    warm_up: int = 5,
+    seconds: float = 5.0,
+) -> dict[str, Timing]:
+    """Wall-clock microseconds of synchronous host calls that take turns.
+
+    Stops at `rounds` or after `seconds`, whichever comes first, but never before three rounds.
+    """
+    for call in candidates.values():
+        for _ in range(warm_up):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    stop = time.perf_counter() + seconds
+    for done in range(rounds):
+        if done >= 3 and time.perf_counter() > stop:
+            break
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            call()
+            samples[name].append((time.perf_counter() - start) * 1e6)
+    return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+def geometric_mean(values: list[float]) -> float:
+    """The geometric mean of positive numbers; NaN for none."""
+    return math.exp(statistics.fmean(map(math.log, values))) if values else math.nan

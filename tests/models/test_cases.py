@@ -1,0 +1,131 @@
+"""The hand-written cases: rewritten, checked, run with and without the library and the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import moonpoly_ort
+from tests.corpus import cases
+from tests.corpus.comparing import BFLOAT16, bound
+from tests.corpus.references import Float64Reference, outputs_of, plain_session
+
+from . import battery
+
+_STATIC = tuple(case for case in cases.ALL if "static" in case.left.values())
+_INTERPRETED = tuple(
+    case
+    for case in cases.ALL
+    if case.taken and (case.runs if case.runs_with_library is None else case.runs_with_library)
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where rewritten models go: not beside the originals, so that data files have to move."""
+    path = tmp_path / "out"
+    path.mkdir()
+    return path
+
+
+def _id(case: cases.Case) -> str:
+    return case.id
+
+
+def _dtype(case: cases.Case) -> np.dtype[Any]:
+    """The type that the products of a case are in, which decides how exact they are."""
+    types = {_of(tensor) for tensor in case.weights.values()}
+    narrow = [dtype for dtype in (BFLOAT16, np.dtype(np.float16)) if dtype in types]
+    return narrow[0] if narrow else np.dtype(np.float32)
+
+
+def _of(tensor: cases.Random | NDArray[np.generic]) -> np.dtype[Any]:
+    return tensor.dtype
+
+
+@pytest.mark.parametrize("case", cases.ALL, ids=_id)
+def test_exactly_the_expected_nodes_are_taken(
+    case: cases.Case, tmp_path: Path, folder: Path
+) -> None:
+    rewritten = battery.rewrite_file(case.save(tmp_path), folder)
+    assert rewritten.taken_outputs == sorted(case.taken)
+    reasons: dict[str, str] = {}
+    for op_type, reason in rewritten.refused:
+        assert reasons.setdefault(op_type, reason) == reason
+    conv = reasons.pop("Conv", "no-rule")
+    assert (reasons, conv) == (dict(case.left), "no-rule")
+    battery.check_valid(rewritten)
+    battery.check_idempotent(rewritten, folder)
+    if not case.taken:
+        assert rewritten.after.read_bytes() == rewritten.before.read_bytes()
+
+
+@pytest.mark.parametrize("case", [c for c in cases.ALL if c.runs], ids=_id)
+def test_results_stay_the_same_bits(case: cases.Case, tmp_path: Path, folder: Path) -> None:
+    rewritten = battery.rewrite_file(case.save(tmp_path), folder)
+    feeds = list(case.inputs())
+    battery.check_without_library(rewritten, feeds)
+    battery.check_session(rewritten, feeds)
+
+
+@pytest.mark.parametrize("case", _INTERPRETED, ids=_id)
+def test_kernels_give_the_exact_values(case: cases.Case, tmp_path: Path) -> None:
+    path, feeds = case.save(tmp_path), list(case.inputs())
+    k = battery.largest_k(case.model(), feeds)
+    limit = bound(_dtype(case), "ieee", k) * len(case.taken)
+    exact = Float64Reference(path)
+    plain = plain_session(path) if case.runs else None
+    for feed, got in zip(feeds, battery.interpreted(path, feeds), strict=True):
+        battery.check_outputs(got, exact(feed), plain and outputs_of(plain, feed), limit)
+
+
+@pytest.mark.parametrize("case", _STATIC, ids=_id)
+def test_static_nodes_are_taken_on_demand(case: cases.Case, tmp_path: Path, folder: Path) -> None:
+    rewritten = battery.rewrite_file(case.save(tmp_path), folder, static=True)
+    products = [node for node in rewritten.original.graph.node if node.op_type in case.left]
+    assert rewritten.taken_outputs == sorted(node.output[0] for node in products)
+    assert not rewritten.refused
+    battery.check_valid(rewritten)
+    battery.check_idempotent(rewritten, folder, static=True)
+    battery.check_without_library(rewritten, list(case.inputs()))
+
+
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [
+        ({"disable": ["matmul"]}, []),
+        ({"rules": ["gemm"]}, []),
+        ({"rules": ["matmul"]}, ["o1", "t"]),
+    ],
+)
+def test_rules_can_be_chosen(
+    options: Mapping[str, list[str]], taken: list[str], tmp_path: Path, folder: Path
+) -> None:
+    path = cases.get("if_capture").save(tmp_path)
+    rewritten = battery.rewrite_file(path, folder, **options)
+    assert rewritten.taken_outputs == taken
+    assert rewritten.refused == ({} if taken else {("MatMul", "disabled"): 2})
+
+
+def test_external_data_moves_with_the_model(tmp_path: Path, folder: Path) -> None:
+    case = cases.get("external")
+    rewritten = battery.rewrite_file(case.save(tmp_path), folder)
+    feed = next(case.inputs())
+    want = outputs_of(plain_session(rewritten.before), feed)
+    (tmp_path / "external.data").unlink()
+    got = outputs_of(plain_session(rewritten.after), feed)
+    assert np.array_equal(got["y"], want["y"])
+    assert np.isfinite(got["y"]).all()
+
+
+def test_missing_external_data_is_named(tmp_path: Path, folder: Path) -> None:
+    path = cases.get("external").save(tmp_path)
+    (tmp_path / "external.data").unlink()
+    with pytest.raises(moonpoly_ort.ModelError, match=r"external\.data"):
+        moonpoly_ort.rewrite(path, folder / "rewritten.onnx")
+    assert not list(folder.iterdir())

@@ -1,0 +1,300 @@
+"""Random problems, planned for several GPUs and executed by the real kernels in the interpreter.
+
+Operands lie between NaN: what is beside a row, a matrix or a batch entry must not leak into the
+result. The output is poisoned: each of its elements must be written, and nothing beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from moonpoly_ort import devices, interpreter, native, packs
+from moonpoly_ort.errors import KernelMissingError, ProblemError
+from tests.corpus.comparing import Precision, bound, relative_error
+
+Array = NDArray[Any]
+
+GPUS = ("H200", "A100-80GB", "L4", "RTX 4090", "RTX 4060 Laptop")
+TYPES = {
+    native.Dtype.F16: np.dtype(np.float16),
+    native.Dtype.BF16: np.dtype(ml_dtypes.bfloat16),
+    native.Dtype.F32: np.dtype(np.float32),
+}
+GUARD = 64  # elements before and behind each operand that belong to somebody else
+
+
+@functools.cache
+def _pack(sm: int) -> native.Pack:
+    return native.Pack(packs.catalog(sm))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem in its own terms: sizes, how operands broadcast, and how they lie in memory.
+
+    pads: elements between rows of A, B and Y. gaps: between batch entries. shifts: of the first
+    element behind a 16-byte boundary.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: native.Dtype = native.Dtype.F32
+    precision: native.Precision = native.Precision.IEEE
+    trans: tuple[bool, bool] = (False, False)
+    batch: int = 1
+    a_map: tuple[int, int] = (1, 1)
+    b_map: tuple[int, int] = (1, 1)
+    pads: tuple[int, int, int] = (0, 0, 0)
+    gaps: tuple[int, int, int] = (0, 0, 0)
+    shifts: tuple[int, int, int] = (0, 0, 0)
+    bias: str = ""  # "", "scalar", "row", "column", "matrix"
+    alpha: float = 1.0
+    beta: float = 1.0
+    seed: int = field(default=0)
+
+
+class Operand:
+    """`entries` matrices in a buffer of poison, and the view of them."""
+
+    def __init__(
+        self,
+        entries: int,
+        rows: int,
+        columns: int,
+        pad: int,
+        gap: int,
+        shift: int,
+        dtype: np.dtype[Any],
+    ) -> None:
+        self.pitch = columns + pad
+        self.stride = rows * self.pitch + gap
+        count = 2 * GUARD + shift + entries * self.stride
+        spare = np.empty(count * dtype.itemsize + 16, np.uint8)
+        start = -spare.ctypes.data % 16
+        self.buffer = spare[start : start + count * dtype.itemsize].view(dtype)
+        self.buffer[:] = np.nan
+        self.first = GUARD + shift
+        self.view = np.lib.stride_tricks.as_strided(
+            self.buffer[self.first :],
+            (entries, rows, columns),
+            tuple(size * dtype.itemsize for size in (self.stride, self.pitch, 1)),
+        )
+        # The kernels' alignment is that of the base, the pitch, the stride and the row length.
+        sizes = (self.first, self.pitch, self.stride, columns)
+        bits = functools.reduce(lambda whole, size: whole | size * dtype.itemsize, sizes, 16)
+        self.align = bits & -bits
+
+    @property
+    def address(self) -> int:
+        return int(self.buffer.ctypes.data) + self.first * self.buffer.itemsize
+
+
+@dataclass
+class Setup:
+    problem: native.Problem
+    a: Operand
+    b: Operand
+    y: Operand
+    bias: Array | None
+    exact: Array
+
+
+def _set_up(case: Case) -> Setup:
+    dtype = TYPES[case.dtype]
+    generator = np.random.default_rng(case.seed)
+    a_mod, b_mod = case.a_map[1], case.b_map[1]
+    a_shape = (case.k, case.m) if case.trans[0] else (case.m, case.k)
+    b_shape = (case.n, case.k) if case.trans[1] else (case.k, case.n)
+    a, b, y = (
+        Operand(entries, *shape, case.pads[i], case.gaps[i], case.shifts[i], dtype)
+        for i, (entries, shape) in enumerate(
+            ((a_mod, a_shape), (b_mod, b_shape), (case.batch, (case.m, case.n)))
+        )
+    )
+    for operand in (a, b):
+        operand.view[:] = generator.standard_normal(operand.view.shape).astype(dtype)
+    shapes = {
+        "scalar": (1, 1),
+        "row": (1, case.n),
+        "column": (case.m, 1),
+        "matrix": (case.m, case.n),
+    }
+    bias = None
+    if case.bias:
+        bias = generator.standard_normal(shapes[case.bias]).astype(dtype)
+    # A matrix of one row or column is still a matrix; a vector's stride is 0 where it broadcasts.
+    strides = (0, 0)
+    if bias is not None:
+        strides = (
+            (case.n, 1)
+            if case.bias == "matrix"
+            else (int(case.bias == "column"), int(case.bias == "row"))
+        )
+    kind = {"": native.Bias.NONE, "matrix": native.Bias.MATRIX}.get(case.bias, native.Bias.VECTOR)
+    problem = native.Problem(
+        dtype=case.dtype,
+        precision=case.precision if case.dtype == native.Dtype.F32 else native.Precision.TF32,
+        trans_a=case.trans[0],
+        trans_b=case.trans[1],
+        m=case.m,
+        n=case.n,
+        k=case.k,
+        batch=case.batch,
+        lda=a.pitch,
+        ldb=b.pitch,
+        ldc=y.pitch,
+        a_batch_stride=a.stride,
+        b_batch_stride=b.stride,
+        c_batch_stride=y.stride,
+        a_div=case.a_map[0],
+        a_mod=a_mod,
+        b_div=case.b_map[0],
+        b_mod=b_mod,
+        align_a=a.align,
+        align_b=b.align,
+        align_c=y.align,
+        bias=kind,
+        bias_stride_m=strides[0],
+        bias_stride_n=strides[1],
+        alpha=case.alpha,
+        beta=case.beta if case.bias else 0.0,
+    )
+    entries = np.arange(case.batch)
+    wide_a, wide_b = (
+        operand.view.astype(np.float64)[entries // div % mod]
+        for operand, (div, mod) in ((a, case.a_map), (b, case.b_map))
+    )
+    if case.trans[0]:
+        wide_a = wide_a.swapaxes(1, 2)
+    if case.trans[1]:
+        wide_b = wide_b.swapaxes(1, 2)
+    exact = float(np.float32(case.alpha)) * (wide_a @ wide_b)
+    if bias is not None:
+        exact = exact + float(np.float32(case.beta)) * bias.astype(np.float64)
+    return Setup(problem, a, b, y, bias, exact)
+
+
+def _check(setup: Setup, plan: native.Plan, pack: native.Pack) -> None:
+    problem, y = setup.problem, setup.y
+    before = y.buffer.copy()
+    interpreter.run(
+        pack,
+        problem,
+        plan,
+        setup.a.address,
+        setup.b.address,
+        None if setup.bias is None else setup.bias.ctypes.data,
+        y.address,
+    )
+    dtype = TYPES[native.Dtype(problem.dtype)]
+    precision: Precision = "ieee" if problem.precision == native.Precision.IEEE else "tf32"
+    written = np.ascontiguousarray(y.view)
+    # Finite operands: a NaN is poison, left standing or let in.
+    assert np.isfinite(written.astype(np.float64)).all()
+    limit = bound(dtype, precision, problem.k)
+    assert relative_error(written, setup.exact) <= limit
+    y.view[:] = np.nan
+    assert y.buffer.tobytes() == before.tobytes(), "written outside of the output"
+
+
+_SIZE = st.one_of(st.sampled_from([1, 16, 64, 128]), st.integers(1, 150))
+_FEW = st.integers(0, 9)
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    outer, inner = draw(st.sampled_from([(1, 1), (3, 1), (1, 4), (2, 3)]))
+    batch = outer * inner
+    maps = [(1, 1), (1, batch), (1, inner), (inner, outer)]
+    return Case(
+        m=draw(_SIZE),
+        n=draw(_SIZE),
+        k=draw(st.one_of(_SIZE, st.integers(0, 300))),
+        dtype=draw(st.sampled_from(native.Dtype)),
+        precision=draw(st.sampled_from(native.Precision)),
+        trans=(draw(st.booleans()), draw(st.booleans())),
+        batch=batch,
+        a_map=draw(st.sampled_from(maps)),
+        b_map=draw(st.sampled_from(maps)),
+        pads=draw(st.one_of(st.just((0, 0, 0)), st.tuples(_FEW, _FEW, _FEW))),
+        gaps=draw(st.one_of(st.just((0, 0, 0)), st.tuples(_FEW, _FEW, _FEW))),
+        shifts=draw(st.one_of(st.just((0, 0, 0)), st.tuples(_FEW, _FEW, _FEW))),
+        bias=draw(st.sampled_from(["", "scalar", "row", "column", "matrix"])),
+        alpha=draw(st.sampled_from([1.0, 0.5, -1.25, 0.0])),
+        beta=draw(st.sampled_from([1.0, 2.0, -0.5, 0.0])),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@settings(max_examples=60)
+@given(case=_cases(), gpu=st.sampled_from(GPUS))
+@example(case=Case(1, 1, 1), gpu="H200")
+@example(case=Case(3, 5, 0, bias="row", beta=2.0), gpu="H200")
+@example(case=Case(3, 5, 0), gpu="L4")
+@example(case=Case(128, 128, 64, native.Dtype.F16), gpu="H200")
+def test_planned_problems_are_computed(case: Case, gpu: str) -> None:
+    device = devices.lookup(gpu)
+    pack, setup = _pack(device.sm), _set_up(case)
+    _check(setup, pack.plan(device, setup.problem), pack)
+
+
+@settings(max_examples=60)
+@given(case=_cases(), gpu=st.sampled_from(GPUS), data=st.data())
+def test_any_kernel_that_takes_a_problem_computes_it(
+    case: Case, gpu: str, data: st.DataObject
+) -> None:
+    device = devices.lookup(gpu)
+    pack, setup = _pack(device.sm), _set_up(case)
+    plans = []
+    for index in range(len(pack.kernels)):
+        try:
+            plans.append(pack.plan(device, setup.problem, kernel=index))
+        except (KernelMissingError, ProblemError):
+            continue  # it does not take this problem
+    assume(plans)
+    _check(setup, data.draw(st.sampled_from(plans)), pack)
+
+
+@pytest.mark.parametrize("dtype", list(native.Dtype))
+@pytest.mark.parametrize("gpu", GPUS)
+def test_no_rows_no_columns_no_batch_launch_nothing(gpu: str, dtype: native.Dtype) -> None:
+    device = devices.lookup(gpu)
+    pack = _pack(device.sm)
+    for case in (Case(0, 5, 3, dtype), Case(5, 0, 3, dtype), Case(5, 5, 3, dtype, batch=0)):
+        plan = pack.plan(device, _set_up(case).problem)
+        assert (plan.region_count, plan.workspace_bytes, plan.counters) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "case"),
+    [
+        ("H200", Case(64, 64, 2048, native.Dtype.F16)),
+        ("A100-80GB", Case(17, 96, 1500, native.Dtype.BF16, bias="row")),
+        ("RTX 4090", Case(8, 40, 3000, native.Dtype.F32, native.Precision.TF32)),
+    ],
+)
+def test_long_k_is_split_and_summed_the_same_way_every_time(gpu: str, case: Case) -> None:
+    device = devices.lookup(gpu)
+    pack, setup = _pack(device.sm), _set_up(case)
+    plan = pack.plan(device, setup.problem)
+    assert max(region.split for region in plan.regions) > 1
+    results = []
+    for _ in range(2):
+        setup = _set_up(case)
+        address = None if setup.bias is None else setup.bias.ctypes.data
+        interpreter.run(
+            pack, setup.problem, plan, setup.a.address, setup.b.address, address, setup.y.address
+        )
+        results.append(setup.y.view.tobytes())
+    assert results[0] == results[1]
+    _check(_set_up(case), plan, pack)

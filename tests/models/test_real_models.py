@@ -1,0 +1,48 @@
+"""Published models: text detection and recognition, sentence embedding, voice activity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.corpus import wheels
+
+from . import battery
+
+# How many nodes are taken, and how many candidates are left for which reason. Conv has no rule yet.
+EXPECTED: Mapping[str, tuple[Mapping[str, int], Mapping[tuple[str, str], int]]] = {
+    "pp_ocr_v4_det": ({}, {("Conv", "no-rule"): 62, ("ConvTranspose", "no-rule"): 2}),
+    "pp_ocr_v4_rec": ({"MatMul": 13}, {("Conv", "no-rule"): 38}),
+    "pp_ocr_v2_cls": ({"MatMul": 1}, {("Conv", "no-rule"): 53}),
+    "minilm_int8": ({"MatMul": 48}, {}),
+    "silero_vad": ({}, {("Conv", "no-rule"): 12}),
+    "silero_vad_op18": ({"Gemm": 4}, {("Conv", "no-rule"): 12}),
+}
+
+
+@pytest.fixture(scope="module", params=wheels.ALL, ids=lambda model: model.id)
+def model(request: pytest.FixtureRequest) -> wheels.WheelModel:
+    chosen: wheels.WheelModel = request.param
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def rewritten(
+    model: wheels.WheelModel, tmp_path_factory: pytest.TempPathFactory
+) -> battery.Rewritten:
+    return battery.rewrite_file(model.path(), tmp_path_factory.mktemp(model.id))
+
+
+def test_the_expected_nodes_are_taken(
+    model: wheels.WheelModel, rewritten: battery.Rewritten, tmp_path: Path
+) -> None:
+    assert (rewritten.taken_types, rewritten.refused) == EXPECTED[model.id]
+    battery.check_valid(rewritten)
+    battery.check_idempotent(rewritten, tmp_path)
+
+
+def test_results_stay_the_same_bits(model: wheels.WheelModel, rewritten: battery.Rewritten) -> None:
+    battery.check_without_library(rewritten, list(model.feeds()))
+    battery.check_session(rewritten, list(model.feeds()))
