@@ -3,10 +3,11 @@
     python -m benchmarks.bench_kernels --output rows.csv [--shapes gemm.csv] [--seconds 300]
     python -m benchmarks.bench_kernels --output oracle.csv --oracle
 
-Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking turns;
-figures are medians. One CSV row a shape; shapes that the output already holds are skipped, so that a run
-cut short goes on where it stopped. With `--oracle` one row for every kernel and K split that is legal for
-the shape: what `benchmarks.fit_costs` makes a table of measured costs from.
+Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking
+turns; figures are medians. One CSV row a shape; shapes that the output already holds are skipped,
+so that a run cut short goes on where it stopped. With `--oracle` one row for every kernel and K
+split that is legal for the shape: what `benchmarks.fit_costs` makes a table of measured costs
+from.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Shape:
 
 
 def built_in() -> Iterator[Shape]:
-    """A small list: BERT's and Llama's weights, odd ones, skinny ones with long K, small squares."""
+    """A small list: BERT's and Llama's weights, odd ones, long K at small N, small squares."""
     weights = (
         ("bert", 768, 768), ("bert", 3072, 768), ("bert", 768, 3072), ("llama", 4096, 4096),
         ("llama", 4096, 11008), ("odd", 1000, 2047), ("odd", 513, 771), ("small", 64, 64),
@@ -155,7 +156,8 @@ class Bench:
             shape, kernel=self.setting.pack.kernels[regions[0].kernel].name,
             split=regions[0].split, regions=len(regions), predicted_us=plan.predicted_us,
             us=ours.median, low_us=ours.low, high_us=ours.high, cublas_us=cublas.median,
-            cublas_low_us=cublas.low, cublas_high_us=cublas.high, speedup=cublas.median / ours.median,
+            cublas_low_us=cublas.low, cublas_high_us=cublas.high,
+            speedup=cublas.median / ours.median,
         )  # fmt: skip
         return cublas.median / ours.median
 
@@ -186,7 +188,8 @@ class Bench:
         fastest = min(measured.values())
         mine = measured.get((chosen.kernel, chosen.split))
         share = f"{fastest / mine:.3f} of the best" if mine else "not among those measured"
-        say(f"{shape.id} {shape.m}x{shape.n}x{shape.k}: {len(rows)} candidates, best {fastest:.1f} us, "
+        size = f"{shape.m}x{shape.n}x{shape.k}"
+        say(f"{shape.id} {size}: {len(rows)} candidates, best {fastest:.1f} us, "
             f"cuBLAS {cublas['cublas'].median:.1f} us, the planner's choice {share}")  # fmt: skip
 
     def _legal(self, problem: native.Problem) -> list[tuple[int, int, native.Plan]]:
@@ -259,10 +262,11 @@ def main() -> int:
             ratios.append(bench.compare(shape))
             if count % 20 == 0:
                 say(f"{count + 1} of {len(left)}: {shape}, {ratios[-1]:.3f} times cuBLAS")
-        torch.cuda.empty_cache()
     if ratios:
-        print(f"{len(ratios)} shapes, {arguments.dtype}: geometric mean {geometric_mean(ratios):.3f} of "
-              f"cuBLAS' speed, from {min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
+        print(
+            f"{len(ratios)} shapes, {arguments.dtype}: geometric mean {geometric_mean(ratios):.3f} "
+            f"of cuBLAS' speed, from {min(ratios):.3f} to {max(ratios):.3f}"
+        )
     return 0
 
 
@@ -284,8 +288,10 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--oracle", action="store_true", help="time every legal kernel and split")
     parser.add_argument("--rounds", type=int, default=5, help="replays per candidate with --oracle")
-    parser.add_argument("--slowest", type=float, default=3.0,
-                        help="leave out candidates predicted this many times slower than the best")  # fmt: skip
+    parser.add_argument(
+        "--slowest", type=float, default=3.0,
+        help="with --oracle, leave out what is predicted this many times slower than the best",
+    )  # fmt: skip
     arguments = parser.parse_args()
     if arguments.pack is None:
         arguments.pack = packs.find_pack(90)

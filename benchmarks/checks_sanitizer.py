@@ -41,10 +41,8 @@ def sanitizer(setting: Setting, record: Recorder) -> None:
     record.note("kernels covered", f"{covered[1]} of {covered[2]}")
     record.check("values under the checker", done.returncode == 0, done.stdout.strip()[-200:])
     errors = re.search(r"ERROR SUMMARY: (\d+) error", report)
-    record.check(
-        "memcheck errors", errors is not None and errors[1] == "0", errors[1] if errors else "no summary", 0,
-        first=_first_errors(report),
-    )  # fmt: skip
+    found = errors[1] if errors else "no summary"
+    record.check("memcheck errors", found == "0", found, 0, first=_first_errors(report))
 
 
 def _first_errors(report: str) -> list[str]:

@@ -136,18 +136,18 @@ def environment(setting: Setting, commit: str) -> dict[str, Any]:
         info = setting.pack.header
         header["pack"] = {
             "file": setting.pack_path.name, "sm": info.sm, "key": info.key.decode(),
-            "triton": info.triton.decode(), "kernels": info.kernel_count, "tables": info.table_count,
-            "bytes": setting.pack_path.stat().st_size,
+            "triton": info.triton.decode(), "kernels": info.kernel_count,
+            "tables": info.table_count, "bytes": setting.pack_path.stat().st_size,
         }  # fmt: skip
     return header
 
 
-def _nvidia_smi(field: str) -> list[str] | str:
+def _nvidia_smi(field: str) -> list[str]:
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no nvidia-smi: {error}"
-    return done.stdout.strip().splitlines() if done.returncode == 0 else done.stderr.strip()
+        return [f"no nvidia-smi: {error}"]
+    return (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
