@@ -164,6 +164,8 @@ def shapes(setting: Setting, record: Recorder) -> None:
             share, faults = check_run(setting, operands, plan)
         except MoonPolyError as error:
             share, faults = 0.0, [f"{type(error).__name__}: {error}"]
+        except Exception as error:
+            raise RuntimeError(f"{product}: {error}") from error  # a fault of the device, mostly
         else:
             regions = plan.regions
             used.update(setting.pack.kernels[r.kernel].name for r in regions)

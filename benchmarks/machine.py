@@ -120,6 +120,16 @@ def unpacked(pack: Path, folder: Path) -> Path:
     return target
 
 
+def architecture(ordinal: int) -> int | None:
+    """90 for a GPU of compute capability 9.0, asked of nvidia-smi: this process must not touch CUDA
+    before it has forked. None where there is no such GPU.
+    """
+    found = _nvidia_smi("compute_cap")
+    if ordinal >= len(found) or not found[ordinal].replace(".", "").isdigit():
+        return None
+    return int(found[ordinal].replace(".", ""))
+
+
 def environment(setting: Setting, commit: str) -> dict[str, Any]:
     """Versions and hardware, for the head of a results file."""
     header: dict[str, Any] = {"commit": commit, "python": sys.version.split()[0]}

@@ -33,7 +33,10 @@ class Driver:
     """The few CUDA driver calls needed, on a device's primary context."""
 
     def __init__(self, ordinal: int) -> None:
-        self.cuda = ctypes.CDLL("libcuda.so.1")
+        try:
+            self.cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DeviceError(f"this needs an NVIDIA driver: {error}") from error
         self.call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuDeviceGet", ctypes.byref(device), ordinal)

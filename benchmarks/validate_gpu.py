@@ -26,8 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnxruntime as ort
+
 from benchmarks import checks_execution, checks_kernels, checks_models, checks_sanitizer
-from benchmarks.machine import Setting, environment, unpacked
+from benchmarks.machine import Setting, architecture, environment, unpacked
 from benchmarks.recording import START, Outcome, Recorder, plain, run_section, say
 from benchmarks.running import CUDA, Provider
 from moonpoly_ort import packs
@@ -199,8 +201,12 @@ def _arguments() -> argparse.Namespace:
     arguments.sections = [name for name in arguments.sections.split(",") if name]
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:
         parser.error(f"unknown section {unknown[0]!r}; there are: {', '.join(SECTIONS)}")
+    if arguments.provider not in ort.get_available_providers():
+        parser.error(f"onnxruntime {ort.__version__} has no {arguments.provider}, only "
+                     f"{', '.join(ort.get_available_providers())}")  # fmt: skip
     if arguments.pack is None:
-        arguments.pack = packs.find_pack(90) or packs.catalog(90)
+        sm = architecture(arguments.device) or 90
+        arguments.pack = packs.find_pack(sm) or packs.catalog(sm)
     elif not arguments.pack.is_file():
         parser.error(f"there is no pack {arguments.pack}; build one with `moonpoly pack`")
     return arguments
