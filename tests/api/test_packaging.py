@@ -8,6 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,3 +69,16 @@ def test_a_pack_that_cannot_be_baked_in_fails_the_build(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "sm_75" in done.stderr
     assert "MOONPOLY_WHEEL_PACKS" in done.stderr
+
+
+def test_the_batch_example_runs(model: Path, x: np.ndarray, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for rows in (1, 5):
+        np.savez(tmp_path / "in" / f"{rows}.npz", x=x[:rows])
+    script = ROOT / "examples" / "batch_inference.py"
+    command = [sys.executable, script, model, tmp_path / "in", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "1.npz: x [1, 64]\n5.npz: x [5, 64]\n"
+    with np.load(tmp_path / "out" / "5.npz") as results:
+        assert results["y"].shape == (5, 16)
