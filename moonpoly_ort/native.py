@@ -1,9 +1,9 @@
 """ctypes mirror of `custom_ops/runtime/moonpoly.h`: plain-data structs and thin classes over
 libmoonpoly_ort.so.
 
-Importing this module needs no library; the first call loads it, checks its API version and the
-size of every struct, and raises `NativeLibraryError` with the build command if it is missing or does
-not match.
+Importing this module needs no library; the first call loads it, checks its API version and the size
+of every struct, and raises `NativeLibraryError` with the build command if it is missing or does not
+match.
 """
 
 from __future__ import annotations

@@ -4,8 +4,10 @@ catalog, the interpreter and the tuner share. Imports neither Triton nor torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Family(StrEnum):
@@ -18,15 +20,29 @@ class Dtype(StrEnum):
     BF16 = "bf16"
     F32 = "f32"
 
+    @property
+    def bytes(self) -> int:
+        return 4 if self is Dtype.F32 else 2
+
 
 class Precision(StrEnum):
     TF32 = "tf32"
     IEEE = "ieee"
 
 
+# Opt-in shared memory of one block, bytes. The keys are the architectures that packs are built for.
+SHARED_LIMIT = {
+    80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, order=True)
 class KernelSpec:
-    """One micro-kernel. Tile sizes in elements; `align_*` in bytes (16, 8, 4 or 2)."""
+    """One micro-kernel. Tile sizes in elements; `align_*` in bytes (16, 8, 4 or 2).
+
+    An alignment is the least that the kernel accepts for an operand's base pointer, its row pitch, its batch
+    stride and the length of its rows (columns of the matrix as it is stored).
+    """
 
     family: Family
     dtype: Dtype
@@ -45,3 +61,252 @@ class KernelSpec:
     align_a: int = 16
     align_b: int = 16
     align_c: int = 16
+
+
+def name(spec: KernelSpec) -> str:
+    """The kernel's unique name, e.g. `gemm_tma_f16_nn_128x256x64_w8_s3`."""
+    dtype = "f32ieee" if spec.precision is Precision.IEEE else str(spec.dtype)
+    layout = "nt"[spec.trans_a] + "nt"[spec.trans_b]
+    parts = [
+        f"{spec.family}_{dtype}_{layout}_{spec.bm}x{spec.bn}x{spec.bk}_w{spec.warps}_s{spec.stages}",
+        "" if spec.group_m == 8 else f"g{spec.group_m}",
+        "swap" if spec.swap else "",
+        "split" if spec.split_k else "",
+        "cmatrix" if spec.bias_matrix else "",
+        "" if spec.family is Family.GEMM_TMA else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
+    ]
+    return "_".join(part for part in parts if part)
+
+
+def why_illegal(spec: KernelSpec, sm: int) -> str | None:
+    """Why the kernel cannot be compiled for an architecture, or None: the one legality predicate."""
+    if sm not in SHARED_LIMIT:
+        return f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
+    for field in ("bm", "bn", "bk"):
+        size = getattr(spec, field)
+        if size not in (16, 32, 64, 128, 256):
+            return f"{field} = {size}: tile sizes are powers of two from 16 to 256"
+    if spec.warps not in (1, 2, 4, 8):
+        return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
+    if not 1 <= spec.stages <= 8:
+        return f"{spec.stages} stages: 1 to 8 are supported"
+    if spec.group_m < 1:
+        return f"group_m = {spec.group_m}: must be positive"
+    if spec.precision is Precision.IEEE and spec.dtype is not Dtype.F32:
+        return f"ieee precision is a mode of f32, not of {spec.dtype}"
+    for field in ("align_a", "align_b", "align_c"):
+        align = getattr(spec, field)
+        if align not in (2, 4, 8, 16) or align < spec.dtype.bytes:
+            return f"{field} = {align}: powers of two from the {spec.dtype.bytes} bytes of {spec.dtype} to 16"
+    if spec.family is Family.GEMM_TMA:
+        if sm < 90:
+            return f"tensor maps need sm_90, not sm_{sm}"
+        if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
+            return "tensor maps need rows aligned to 16 bytes"
+    if spec.bm * spec.bn > 128 * 32 * spec.warps:
+        return f"a {spec.bm}x{spec.bn} accumulator over {spec.warps} warps takes more than 128 registers per thread"
+    shared, _ = estimated_resources(spec, sm)
+    if shared > SHARED_LIMIT[sm]:
+        return f"{shared} bytes of shared memory exceed the {SHARED_LIMIT[sm]} of sm_{sm}"
+    return None
+
+
+def legal(spec: KernelSpec, sm: int) -> bool:
+    """Whether the kernel compiles and runs on an architecture (90 for sm_90)."""
+    return why_illegal(spec, sm) is None
+
+
+def accepts(
+    spec: KernelSpec, *, dtype: Dtype, k: int, precision: Precision = Precision.TF32,
+    trans_a: bool = False, trans_b: bool = False, bias_matrix: bool = False,
+    align_a: int = 16, align_b: int = 16, align_c: int = 16,
+) -> bool:  # fmt: skip
+    """Whether the kernel computes a product with these properties, whatever its M, N and batch.
+
+    A tensor map cannot describe a matrix without elements, so K = 0 is left to the pointer family.
+    """
+    return (
+        spec.dtype is dtype
+        and spec.precision is precision
+        and (spec.trans_a, spec.trans_b) == (trans_a, trans_b)
+        and spec.bias_matrix >= bias_matrix
+        and spec.align_a <= align_a
+        and spec.align_b <= align_b
+        and spec.align_c <= align_c
+        and (k > 0 or spec.family is Family.GEMM_POINTER)
+    )
+
+
+def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
+    """(shared bytes per block, registers per thread), as the compiler will report them or near it.
+
+    Calibrated on the compiled kernels; the tests hold the shared bytes to them.
+    """
+    e = spec.dtype.bytes
+    pipelined = [min(spec.align_a, 16) >= 4, min(spec.align_b, 16) >= 4]  # cp.async moves 4 bytes or more
+    depth = spec.stages
+    loop = 0
+    for wide, elements in zip(pipelined, (spec.bm * spec.bk, spec.bk * spec.bn), strict=True):
+        loop += elements * e * (depth if wide else 1)
+    barriers = 8 * spec.stages if spec.family is Family.GEMM_TMA else 0
+    accumulators = spec.bm * spec.bn // (32 * spec.warps)
+    return max(loop + barriers, 0), min(255, accumulators + 90)
+
+
+# ---- the list -------------------------------------------------------------------------------------
+MAX_STAGES = 6
+RESERVED_SHARED = 1 << 10  # taken from each block by the driver
+
+
+class Tile(NamedTuple):
+    """A tile for 2-byte elements, and how many such blocks shall share an SM: the pipeline gets as many stages
+    as the shared memory then allows. Kernels for f32 take half of `bk`, which is as many bytes."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    per_sm: int
+    use: str  # letters: s also with split-K, f also for f32, t also for transposed A
+    swap: bool = False
+
+
+# wgmma and tcgen05 (sm_90, sm_100): 64 rows per instruction, operands in shared memory.
+WIDE_MMA = (
+    Tile(128, 256, 64, 8, 1, "ft"),
+    Tile(256, 128, 64, 8, 1, ""),
+    Tile(128, 128, 64, 8, 1, "sft"),
+    Tile(128, 128, 64, 4, 2, ""),
+    Tile(64, 256, 64, 4, 1, ""),
+    Tile(128, 64, 64, 4, 2, "f"),
+    Tile(64, 128, 64, 4, 2, "sft"),
+    Tile(64, 128, 128, 4, 1, ""),
+    Tile(64, 64, 64, 4, 3, "sft"),
+    Tile(64, 64, 128, 4, 1, "s"),
+    # Few rows: the columns of B go on the 64-wide side, and deep pipelines stream B.
+    Tile(16, 64, 128, 4, 2, "sf", swap=True),
+    Tile(16, 128, 64, 4, 2, "", swap=True),
+    Tile(16, 128, 128, 4, 1, "sft", swap=True),
+    Tile(32, 64, 128, 4, 2, "s", swap=True),
+    Tile(32, 128, 64, 4, 2, "", swap=True),
+    Tile(32, 128, 128, 4, 1, "sf", swap=True),
+    Tile(64, 128, 64, 4, 2, "s", swap=True),
+)
+# mma.sync (sm_80, 86, 89, 120): 16 rows per instruction, operands through registers.
+NARROW_MMA = (
+    Tile(128, 256, 32, 8, 1, "ft"),
+    Tile(256, 128, 32, 8, 1, ""),
+    Tile(128, 128, 64, 8, 1, ""),
+    Tile(128, 128, 32, 4, 2, "sft"),
+    Tile(64, 256, 32, 4, 1, ""),
+    Tile(128, 64, 32, 4, 2, "f"),
+    Tile(64, 128, 32, 4, 2, "sft"),
+    Tile(64, 128, 64, 4, 1, ""),
+    Tile(64, 64, 32, 4, 3, "f"),
+    Tile(64, 64, 64, 4, 2, "st"),
+    Tile(32, 64, 64, 4, 2, "sf"),
+    Tile(32, 128, 64, 4, 2, "s"),
+    Tile(32, 128, 32, 4, 3, "f"),
+    Tile(16, 64, 128, 4, 2, "sf"),
+    Tile(16, 128, 64, 4, 2, "sft"),
+    Tile(16, 128, 128, 4, 1, "s"),
+)
+# Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for registers.
+UNALIGNED = (
+    Tile(128, 128, 32, 8, 1, "f"),
+    Tile(64, 64, 64, 4, 2, "sft"),
+    Tile(16, 128, 64, 4, 2, "sft"),
+)
+# fp32 on the scalar units. The sizes are again those of 2-byte elements.
+IEEE = (
+    Tile(128, 128, 32, 8, 2, "f"),
+    Tile(64, 128, 32, 8, 2, "f"),
+    Tile(64, 64, 32, 4, 2, "sft"),
+    Tile(16, 64, 64, 4, 2, "sft"),
+)
+# A full matrix C is read through registers at the end, beside the accumulators.
+MATRIX_BIAS = (Tile(128, 128, 64, 8, 1, "f"), Tile(64, 64, 64, 4, 2, "ft"))
+
+
+class Layout(NamedTuple):
+    trans_a: bool
+    trans_b: bool
+
+
+NN, NT, TN, TT = (Layout(a, b) for a in (False, True) for b in (False, True))
+
+
+def _classes(layout: Layout, element: int) -> list[tuple[int, int, int]]:
+    """The alignment classes (A, B, C) of the pointer family: everything at its least for any problem, and the
+    mixtures that odd sizes of contiguous tensors give. Odd N: B and C of NN, C of NT. Odd K: A of NN."""
+    least = (element, element, element)
+    if layout == NN:
+        mixed = [(16, 4, 4), (4, 16, 16)]
+        return [least, *mixed, *([(16, 2, 2), (2, 16, 16)] if element == 2 else [])]
+    if layout == NT:
+        return [least, (16, 16, element)]
+    return [least]
+
+
+def _stages(spec: KernelSpec, sm: int, per_sm: int) -> int:
+    """The deepest pipeline that lets `per_sm` blocks share an SM's memory, or at least 2."""
+    budget = SHARED_LIMIT[sm]
+    if per_sm > 1:
+        budget = (budget + RESERVED_SHARED) // per_sm - RESERVED_SHARED
+    for stages in range(MAX_STAGES, 2, -1):
+        if estimated_resources(replace(spec, stages=stages), sm)[0] <= budget:
+            return stages
+    return 2
+
+
+def _expand(
+    tiles: Iterable[Tile], family: Family, dtype: Dtype, layout: Layout, sm: int,
+    precision: Precision = Precision.TF32, aligns: tuple[int, int, int] = (16, 16, 16),
+    bias_matrix: bool = False,
+) -> Iterator[KernelSpec]:  # fmt: skip
+    for tile in tiles:
+        if (layout.trans_a and "t" not in tile.use) or (dtype is Dtype.F32 and "f" not in tile.use):
+            continue
+        spec = KernelSpec(
+            family, dtype, tile.bm, tile.bn, tile.bk * 2 // dtype.bytes, tile.warps, 2, *layout,
+            precision=precision, swap=tile.swap, bias_matrix=bias_matrix,
+            align_a=aligns[0], align_b=aligns[1], align_c=aligns[2],
+        )  # fmt: skip
+        spec = replace(spec, stages=_stages(spec, sm, tile.per_sm))
+        yield spec
+        if "s" in tile.use and not bias_matrix:
+            yield replace(spec, split_k=True)
+
+
+def specs(sm: int) -> list[KernelSpec]:
+    """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is legal.
+
+    Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and precision
+    at the least alignment, with and without a matrix C. Raises ValueError for an unsupported architecture.
+    """
+    if sm not in SHARED_LIMIT:
+        known = ", ".join(f"sm_{s}" for s in SHARED_LIMIT)
+        raise ValueError(f"sm_{sm} is not a supported architecture; supported are {known}")
+    aligned = Family.GEMM_TMA if sm >= 90 else Family.GEMM_POINTER
+    tiles = WIDE_MMA if sm in (90, 100) else NARROW_MMA
+    out: list[KernelSpec] = []
+    for dtype in Dtype:
+        for layout in (NN, NT, TN, TT):
+            least = (dtype.bytes,) * 3
+            out += _expand(tiles, aligned, dtype, layout, sm)
+            out += _expand(MATRIX_BIAS, aligned, dtype, layout, sm, bias_matrix=True)
+            for aligns in _classes(layout, dtype.bytes):
+                out += _expand(UNALIGNED, Family.GEMM_POINTER, dtype, layout, sm, aligns=aligns)
+            out += _expand(
+                MATRIX_BIAS[1:], Family.GEMM_POINTER, dtype, layout, sm, aligns=least, bias_matrix=True
+            )
+            if dtype is Dtype.F32:
+                for aligns in ((16, 16, 16), least):
+                    out += _expand(
+                        IEEE, Family.GEMM_POINTER, dtype, layout, sm, Precision.IEEE, aligns=aligns
+                    )
+                out += _expand(
+                    IEEE[2:3], Family.GEMM_POINTER, dtype, layout, sm, Precision.IEEE, aligns=least,
+                    bias_matrix=True,
+                )  # fmt: skip
+    return [spec for spec in out if legal(spec, sm)]

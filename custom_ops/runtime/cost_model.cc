@@ -38,6 +38,7 @@ constexpr double kLoadLatency = 900;          // clocks from issuing a tile load
 constexpr double kBlockClocks = 1800;         // block start, barriers, first tiles
 constexpr double kStepClocks = 60;            // barrier wait and issue of one K step
 constexpr double kStoreBytesPerClock = 24;    // epilogue, one SM
+constexpr double kUnoverlappedShare = 0.05;
 constexpr double kArriveClocks = 2500;  // split-K: fence, atomic, and the wait of the last block
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -169,7 +170,10 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
     const double partials = 2.0 * blocks * k.bm * k.bn * sizeof(float);
     fixup += partials / (model.l2_bytes_per_clock * model.sm_count * model.clocks_per_us);
   }
-  return model.launch_us + std::max(compute, bytes / model.bytes_per_us) + fixup;
+  // Arithmetic and traffic overlap but for a rest, which also decides between kernels at the floor.
+  const double traffic = bytes / model.bytes_per_us;
+  return model.launch_us + std::max(compute, traffic) +
+         kUnoverlappedShare * std::min(compute, traffic) + fixup;
 }
 
 }  // namespace moonpoly

@@ -24,7 +24,12 @@ struct alignas(64) CUtensorMap {
   uint64_t opaque[16];
 };
 
-enum : int { CU_TENSOR_MAP_FLOAT16 = 6, CU_TENSOR_MAP_FLOAT32 = 7, CU_TENSOR_MAP_BFLOAT16 = 9 };
+enum : int {
+  CU_TENSOR_MAP_FLOAT16 = 6,
+  CU_TENSOR_MAP_FLOAT32 = 7,
+  CU_TENSOR_MAP_BFLOAT16 = 9,
+  CU_TENSOR_MAP_TFLOAT32 = 11,
+};
 enum : int { CU_TENSOR_MAP_L2_PROMOTION_128B = 2 };
 enum : int { CU_FUNC_MAX_DYNAMIC_SHARED = 8 };
 enum : int { CU_STREAM_CAPTURE_NONE = 0 };

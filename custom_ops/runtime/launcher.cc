@@ -58,8 +58,13 @@ struct Views {
 };
 
 void encode(const mp_kernel& kernel, int operand, const Matrix& x, CUtensorMap* map) {
-  static constexpr int kTypes[] = {CU_TENSOR_MAP_FLOAT16, CU_TENSOR_MAP_BFLOAT16,
-                                   CU_TENSOR_MAP_FLOAT32};
+  // A map of type TFLOAT32 rounds fp32 operands to nearest while it loads; the tensor core
+  // truncates.
+  const bool tf32 = kernel.precision == MP_TF32 && operand < 2;
+  const int type = kernel.dtype == MP_F16    ? CU_TENSOR_MAP_FLOAT16
+                   : kernel.dtype == MP_BF16 ? CU_TENSOR_MAP_BFLOAT16
+                   : tf32                    ? CU_TENSOR_MAP_TFLOAT32
+                                             : CU_TENSOR_MAP_FLOAT32;
   const mp_desc_shape& shape = kernel.desc[operand];
   const uint64_t bytes = element_bytes(kernel.dtype);
   // The driver counts axes from the innermost.
@@ -72,9 +77,8 @@ void encode(const mp_kernel& kernel, int operand, const Matrix& x, CUtensorMap* 
     fail(MP_NO_DRIVER,
          "the CUDA driver has no cuTensorMapEncodeTiled; install one for CUDA 12 or later");
   }
-  const CUresult result =
-      encode_tiled(map, kTypes[kernel.dtype], 3, const_cast<char*>(x.base), dims, strides, box,
-                   steps, 0, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_128B, 0);
+  const CUresult result = encode_tiled(map, type, 3, const_cast<char*>(x.base), dims, strides, box,
+                                       steps, 0, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_128B, 0);
   if (result) {
     std::ostringstream what;
     what << "cuTensorMapEncodeTiled for operand " << "ABY"[operand] << " of " << kernel.name

@@ -48,7 +48,8 @@ typedef struct mp_problem {
   int64_t lda, ldb, ldc;
   int64_t a_batch_stride, b_batch_stride, c_batch_stride;
   int32_t a_div, a_mod, b_div, b_mod;
-  // Largest power of two <= 16 that divides, in bytes: base pointer, row pitch and batch stride.
+  // Largest power of two <= 16 that divides, in bytes: base pointer, row pitch, batch stride and the
+  // length of a stored row (kernels load in units of it and mask whole units).
   int32_t align_a, align_b, align_c;
   int32_t bias;  // mp_bias
   int64_t bias_stride_m, bias_stride_n;
@@ -71,7 +72,10 @@ typedef struct mp_device {
 #define MP_MAX_REGIONS 16
 
 // One launch: rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z) of Y.
-// The kernel sees the region as a problem of its own: operand pointers are moved by the launcher.
+// The kernel sees the region as a problem of its own: operand pointers are moved by the launcher to row m0
+// and column n0. They are not moved by z0: the kernel adds it to its batch entry, for A and B before the
+// div/mod map, so tensor maps span a_mod, b_mod and all of the problem's batch entries. Workspace and
+// counters are indexed by the entry within the region.
 typedef struct mp_region {
   int32_t kernel;  // index in the pack
   int32_t split;   // K is cut into this many slices; 1: no workspace used
@@ -97,7 +101,9 @@ typedef struct mp_plan {
 // A pack without cubins ("catalog", cubin_bytes == 0 everywhere) can plan but not launch.
 
 typedef enum mp_family {
-  MP_GEMM_TMA = 0,      // operands and result through TMA tensor maps; 16-byte aligned, sm_90 and up
+  // Operands and result through TMA tensor maps; 16-byte aligned, sm_90 and up, K > 0 (a map cannot be empty).
+  // TF32: maps of A and B have type TFLOAT32, which rounds to nearest; the tensor core alone truncates.
+  MP_GEMM_TMA = 0,
   MP_GEMM_POINTER = 1   // masked loads
 } mp_family;
 
@@ -161,7 +167,9 @@ typedef struct mp_pack_header {
   uint32_t version;     // MP_PACK_VERSION
   uint32_t sm;          // 90
   uint64_t file_bytes;  // whole file: a shorter one is truncated
-  uint64_t checksum;    // FNV-1a 64 of everything behind the header
+  // Of everything behind the header, as little-endian 64-bit words w[i] (zero-padded): the sum modulo
+  // 2^64 of (w[i] ^ (w[i] >> 32)) * (2 * i + 0x9E3779B97F4A7C15). Vectorises; FNV-1a takes 20 ms for 20 MB.
+  uint64_t checksum;
   uint32_t kernel_count, param_count, table_count, header_bytes;
   int64_t kernels_offset, params_offset, tables_offset, cubins_offset;
   char key[64];         // hex SHA-256 of kernel sources, specs, Triton version

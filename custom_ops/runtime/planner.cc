@@ -1,10 +1,12 @@
 #include "planner.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "error.h"
 #include "pack.h"
+#include "stats.h"
 
 namespace moonpoly {
 namespace {
@@ -259,6 +261,21 @@ void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out
       cover(p, area, request, out);
     }
   }
+}
+
+std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, bool workspace) const {
+  if (auto known = memory_.find(p, workspace)) return known;
+  const auto start = std::chrono::steady_clock::now();
+  auto fresh = std::make_shared<Planned>();
+  fresh->problem = p;
+  fresh->workspace = workspace;
+  PlanRequest request;
+  request.workspace = workspace;
+  plan(p, request, &fresh->plan);
+  const auto elapsed = std::chrono::steady_clock::now() - start;
+  stats().add_miss(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+  memory_.insert(fresh);
+  return fresh;
 }
 
 }  // namespace moonpoly

@@ -4,10 +4,12 @@
 #ifndef MOONPOLY_PLANNER_H_
 #define MOONPOLY_PLANNER_H_
 
+#include <memory>
 #include <vector>
 
 #include "cost_model.h"
 #include "moonpoly.h"
+#include "problem_cache.h"
 
 namespace moonpoly {
 
@@ -19,6 +21,13 @@ struct PlanRequest {
   bool workspace = true;  // false: no split-K, for callers that have no stream-ordered memory
 };
 
+// A problem with its plan, as the planner remembers it.
+struct Planned {
+  mp_problem problem;
+  bool workspace;
+  mp_plan plan;
+};
+
 class Planner {
  public:
   // The pack must outlive the planner. Throws Error(MP_BAD_PACK) if its code cannot run on the
@@ -27,6 +36,10 @@ class Planner {
 
   // Throws Error(MP_INVALID) for an illegal problem, Error(MP_NO_KERNEL) if nothing covers it.
   void plan(const mp_problem& problem, const PlanRequest& request, mp_plan* out) const;
+
+  // The remembered plan, made on first sight. Layers of a model repeat the same problems, so that a
+  // new input size costs a few searches, not one per node.
+  std::shared_ptr<const Planned> planned(const mp_problem& problem, bool workspace) const;
 
   // Whether costs of this very GPU were in the pack.
   bool has_table() const { return has_table_; }
@@ -48,6 +61,7 @@ class Planner {
   bool has_table_ = false;
   DeviceModel model_;
   std::vector<KernelCost> costs_;
+  mutable ProblemCache<const Planned, 256> memory_;
 };
 
 // Why the kernel cannot run the problem, or null if it can. The one legality rule: planner,

@@ -1,0 +1,251 @@
+"""Ahead-of-time compilation of the kernel list. Needs Triton and its ptxas; no GPU, no torch.
+
+Triton names the target sm_90a, sm_100a, sm_120a where wgmma, tcgen05 and their kin need it, so a pack for
+sm_90 and up runs on exactly that compute capability, never on a later one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from moonpoly_ort.errors import MissingDependencyError, PackError
+
+from .loading import kernel as load_kernel
+from .pack_format import VERSION, Descriptor, PackedKernel, Param
+from .signature import PARAMETERS, launch_params
+from .spec import Dtype, Family, KernelSpec, estimated_resources, name, specs, why_illegal
+
+TRITON_MINOR = "3.9"
+SOURCES = ("tiles.py", "gemm_tma.py", "gemm_pointer.py", "compiling.py")
+ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
+
+_LOCK = threading.Lock()
+_builds = 0  # threads inside _knobs
+_scope = ExitStack()
+
+Progress = Callable[[int, int, str], None]
+"""Called with (kernels done, kernels in all, name of the last one)."""
+
+
+def triton_version() -> str:
+    """The version of the installed Triton. Raises MissingDependencyError if it is absent or of another minor."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise MissingDependencyError(
+            f"building kernels needs Triton {TRITON_MINOR}, which is not installed: "
+            "pip install 'moonpoly-ort[tune]'"
+        ) from error
+    if not version.startswith(TRITON_MINOR + "."):
+        raise MissingDependencyError(
+            f"building kernels needs Triton {TRITON_MINOR}, found {version}: "
+            "pip install 'moonpoly-ort[tune]'"
+        )
+    return version
+
+
+def content_key(sm: int, triton: str) -> str:
+    """The SHA-256, in hex, of all that a pack's code depends on: kernel sources, specs, Triton version."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for source in SOURCES:
+        digest.update((here / source).read_bytes())
+    for spec in specs(sm):
+        digest.update(repr(spec).encode())
+    digest.update(f"sm_{sm} triton {triton} pack {VERSION}".encode())
+    return digest.hexdigest()
+
+
+def _signature(spec: KernelSpec) -> dict[str, str]:
+    element = ELEMENT[spec.dtype]
+    a_box = (spec.bk, spec.bm) if spec.trans_a else (spec.bm, spec.bk)
+    b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
+    boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: (spec.bm, spec.bn)}
+
+    def type_of(param: Param) -> str:
+        if param in boxes:
+            rows, columns = boxes[param]
+            return f"tensordesc<{element}[1, {rows}, {columns}]>"
+        if param in (Param.PTR_A, Param.PTR_B, Param.PTR_Y, Param.PTR_BIAS):
+            return f"*{element}"
+        if param is Param.PTR_WORKSPACE:
+            return "*fp32"
+        if param is Param.PTR_COUNTERS:
+            return "*i32"
+        if param in (Param.ALPHA, Param.BETA):
+            return "fp32"
+        return "i64" if param >= Param.LDA else "i32"
+
+    return {argument: type_of(param) for argument, param in PARAMETERS[spec.family].items()}
+
+
+def _constants(spec: KernelSpec) -> dict[str, Any]:
+    return {
+        "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m, "TRANS_A": spec.trans_a,
+        "TRANS_B": spec.trans_b, "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
+        "PRECISION": str(spec.precision),
+    }  # fmt: skip
+
+
+def _divisors(spec: KernelSpec) -> dict[str, int]:
+    """What the compiler may assume of the run-time arguments: it decides how wide the loads are."""
+    divisors = {"workspace": 16}
+    if spec.family is Family.GEMM_TMA:
+        return divisors
+    e = spec.dtype.bytes
+    for pointer, pitch, batch, length, align in (
+        ("a", "lda", "a_batch", "M" if spec.trans_a else "K", spec.align_a),
+        ("b", "ldb", "b_batch", "K" if spec.trans_b else "N", spec.align_b),
+        ("y", "ldc", "c_batch", "N", spec.align_c),
+    ):
+        divisors[pointer] = align
+        for argument in (pitch, batch, length):
+            divisors[argument] = max(divisors.get(argument, 1), align // e)
+    return {argument: divisor for argument, divisor in divisors.items() if divisor > 1}
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of local memory per thread) from the ELF's .nv.info section.
+
+    Its records are: format byte, attribute byte, 16-bit size or value; format 4 is followed by `size` bytes,
+    here a symbol index and a value.
+    """
+    shoff, = struct.unpack_from("<Q", cubin, 0x28)  # fmt: skip
+    entry_bytes, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, shoff + i * entry_bytes) for i in range(count)]
+    name_table = headers[names][4]
+    registers = frame = None
+    for header in headers:
+        start = name_table + header[0]
+        if cubin[start : start + 9] != b".nv.info\0":
+            continue
+        offset, end = header[4], header[4] + header[5]
+        while offset < end:
+            form, attribute, size = struct.unpack_from("<BBH", cubin, offset)
+            offset += 4
+            if form != 4:
+                continue
+            value = struct.unpack_from("<I", cubin, offset + 4)[0] if size >= 8 else 0
+            if attribute == 0x2F:
+                registers = value
+            elif attribute == 0x11:
+                frame = value
+            offset += size
+    if registers is None or frame is None:
+        raise PackError("the compiled kernel names no register count or frame size: unknown cubin format")
+    return registers, frame
+
+
+@contextmanager
+def _knobs() -> Iterator[None]:
+    """Triton's process-wide switches as a build needs them, until the last of the threads inside has left."""
+    import triton
+
+    global _builds, _scope
+    with _LOCK:
+        if _builds == 0:
+            if triton.knobs.runtime.interpret:
+                raise PackError("kernels cannot be compiled while TRITON_INTERPRET is set: unset it")
+            _scope = ExitStack()
+            _scope.enter_context(triton.knobs.compilation.scope())
+            triton.knobs.compilation.disable_line_info = True  # paths of this machine, a third of the bytes
+            triton.knobs.compilation.store_binary_only = True
+        _builds += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _builds -= 1
+            if _builds == 0:
+                _scope.close()
+
+
+def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
+    """Compiles one kernel for an architecture (90 for sm_90), through Triton's on-disk cache.
+
+    Raises PackError for an illegal spec or a failing compiler, MissingDependencyError without Triton.
+    """
+    reason = why_illegal(spec, sm)
+    if reason is not None:
+        raise PackError(f"{name(spec)} cannot be compiled for sm_{sm}: {reason}")
+    triton_version()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = load_kernel(spec.family)
+    constants = _constants(spec)
+    arguments = function.arg_names
+    source = ASTSource(
+        function,
+        {**_signature(spec), **dict.fromkeys(constants, "constexpr")},
+        constants,
+        {(arguments.index(a),): [["tt.divisibility", d]] for a, d in _divisors(spec).items()},
+    )
+    with _knobs():
+        try:
+            compiled = triton.compile(
+                source,
+                target=GPUTarget("cuda", sm, 32),
+                options={"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True},
+            )
+        except OSError as error:
+            raise PackError(
+                f"cannot compile {name(spec)}: {error}. Triton writes to {triton.knobs.cache.dir}; "
+                "TRITON_CACHE_DIR names another folder."
+            ) from error
+        except Exception as error:
+            raise PackError(f"Triton cannot compile {name(spec)} for sm_{sm}: {error}") from error
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise PackError(f"{name(spec)} needs scratch memory, which the launcher does not provide")
+    cubin = compiled.asm["cubin"]
+    registers, frame = _resources(cubin)
+    descriptors = tuple(
+        Descriptor(tuple(d["block_size"]), d["swizzle"]) for d in metadata.tensordesc_meta or ()
+    )
+    return PackedKernel(
+        spec, metadata.name, cubin, metadata.shared, registers, launch_params(spec.family), descriptors, frame
+    )
+
+
+def compile_specs(
+    wanted: Sequence[KernelSpec], sm: int, *, workers: int | None = None, progress: Progress | None = None
+) -> list[PackedKernel]:
+    """Compiles kernels in parallel, `workers` at a time (default: one per usable CPU), in the order given.
+
+    Threads suffice: Triton releases the GIL in LLVM and runs ptxas as a process. Raises what `compile_spec`
+    raises, at the first failure.
+    """
+    workers = workers or len(os.sched_getaffinity(0))
+    with _knobs(), ThreadPoolExecutor(workers, thread_name_prefix="moonpoly-compile") as pool:
+        futures = [pool.submit(compile_spec, spec, sm) for spec in wanted]
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                kernel = future.result()
+                if progress is not None:
+                    progress(done, len(futures), name(kernel.spec))
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def catalog_kernels(sm: int) -> list[PackedKernel]:
+    """The kernel list without code, with estimated resources."""
+    kernels = []
+    for spec in specs(sm):
+        shared, registers = estimated_resources(spec, sm)
+        kernels.append(
+            PackedKernel(spec, str(spec.family), b"", shared, registers, launch_params(spec.family))
+        )
+    return kernels

@@ -1,0 +1,67 @@
+"""GEMM through masked loads: any alignment, every architecture.
+
+The masks keep every access inside the matrices. Rows beyond M and columns beyond N matter to no stored
+element, so along the strided dimension they are clamped to the last valid one instead of masked (one
+compare fewer per element); along the contiguous dimension they are masked, which keeps loads wide. K tails
+are masked in both operands: 0 * NaN would leak.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import epilogue, locate, multiply, slice_of, sum_slices
+
+
+@triton.jit
+def gemm_pointer(a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
+                 lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+                 TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
+                 BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
+    z += z0
+    a += (z // a_div % a_mod).to(tl.int64) * a_batch
+    b += (z // b_div % b_mod).to(tl.int64) * b_batch
+    y += z.to(tl.int64) * c_batch
+
+    offs_m = m + tl.arange(0, BM)
+    offs_n = n + tl.arange(0, BN)
+    offs_k = tl.arange(0, BK)
+    first, last = slice_of(K, part, split, BK, SPLIT_K)
+    k = first * BK
+    # Row offsets are 64-bit: M * lda may exceed 2^31. `*_in` is the mask of the dimension that is not K.
+    if TRANS_A:
+        a_tile = a + (k + offs_k).to(tl.int64)[None, :] * lda + offs_m[:, None]
+        a_step = BK * lda
+        a_in = (offs_m < M)[:, None]
+    else:
+        a_tile = a + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * lda + (k + offs_k)[None, :]
+        a_step = BK
+        a_in = True
+    if TRANS_B:
+        b_tile = b + tl.minimum(offs_n, N - 1).to(tl.int64)[None, :] * ldb + (k + offs_k)[:, None]
+        b_step = BK
+        b_in = True
+    else:
+        b_tile = b + (k + offs_k).to(tl.int64)[:, None] * ldb + offs_n[None, :]
+        b_step = BK * ldb
+        b_in = (offs_n < N)[None, :]
+
+    ROWS: tl.constexpr = BN if SWAP else BM
+    COLS: tl.constexpr = BM if SWAP else BN
+    acc = tl.full((ROWS, COLS), 0.0, tl.float32)
+    for step in range(first, last):
+        k_in = offs_k < K - step * BK
+        a_values = tl.load(a_tile, mask=k_in[None, :] & a_in, other=0.0)
+        b_values = tl.load(b_tile, mask=k_in[:, None] & b_in, other=0.0)
+        acc = multiply(a_values, b_values, acc, SWAP, PRECISION)
+        a_tile += a_step
+        b_tile += b_step
+
+    mine = True
+    if SPLIT_K:
+        mine, acc = sum_slices(acc, workspace, counters, slot, part, split, ROWS, COLS)
+    if mine:
+        tile = epilogue(acc, bias, offs_m, offs_n, M, N, bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX)
+        y_tile = y + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+        tl.store(y_tile, tile.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])

@@ -1,0 +1,37 @@
+"""Imports the kernel sources, compiled or interpreted.
+
+Whether `triton.jit` compiles or interprets is decided when a kernel module is imported. So that one process
+can do both, the sources are imported once per mode, under two package names, whatever TRITON_INTERPRET says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .spec import Family
+
+_LOCK = threading.Lock()
+
+
+@cache
+def kernel(family: Family, *, interpret: bool = False) -> Any:
+    """The Triton function of a family: a `triton.JITFunction`, or an interpreted function.
+
+    Raises ImportError where Triton is not installed.
+    """
+    import triton
+
+    package = __package__ + (".interpreted" if interpret else ".compiled")
+    with _LOCK, triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = interpret
+        if package not in sys.modules:
+            module = types.ModuleType(package)
+            module.__path__ = [str(Path(__file__).parent)]
+            sys.modules[package] = module
+        return getattr(importlib.import_module(f"{package}.{family}"), str(family))

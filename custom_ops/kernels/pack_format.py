@@ -1,0 +1,342 @@
+"""Kernel packs as files: the structs of `custom_ops/runtime/moonpoly.h`, written and read with numpy.
+
+A pack holds the cubins of one architecture, their launch metadata and cost tables. A catalog is a pack
+without cubins: it can plan, not launch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moonpoly_ort.errors import PackError
+
+from .spec import Dtype, Family, KernelSpec, Precision, name
+
+MAGIC = b"MOONPACK"
+VERSION = 1
+CUBIN_ALIGNMENT = 64
+
+
+class Param(IntEnum):
+    """`mp_param`: what a kernel's parameter means to the launcher."""
+
+    DESC_A, DESC_B, DESC_Y = 1, 2, 3
+    PTR_A, PTR_B, PTR_Y, PTR_BIAS, PTR_WORKSPACE, PTR_COUNTERS = 4, 5, 6, 7, 8, 9
+    M, N, K, SPLIT = 10, 11, 12, 13
+    A_DIV, A_MOD, B_DIV, B_MOD, Z0 = 14, 15, 16, 17, 18
+    LDA, LDB, LDC = 19, 20, 21
+    A_BATCH, B_BATCH, C_BATCH = 22, 23, 24
+    BIAS_M, BIAS_N = 25, 26
+    ALPHA, BETA = 27, 28
+    NULL = 29
+
+
+FAMILY_CODE = {Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1}
+DTYPE_CODE = {Dtype.F16: 0, Dtype.BF16: 1, Dtype.F32: 2}
+PRECISION_CODE = {Precision.TF32: 0, Precision.IEEE: 1}
+
+HEADER = np.dtype([
+    ("magic", "S8"), ("version", "<u4"), ("sm", "<u4"), ("file_bytes", "<u8"), ("checksum", "<u8"),
+    ("kernel_count", "<u4"), ("param_count", "<u4"), ("table_count", "<u4"), ("header_bytes", "<u4"),
+    ("kernels_offset", "<i8"), ("params_offset", "<i8"), ("tables_offset", "<i8"), ("cubins_offset", "<i8"),
+    ("key", "S64"), ("triton", "S32"),
+])  # fmt: skip
+DESC_SHAPE = np.dtype([("box", "<i4", 3), ("swizzle", "<i4")])
+KERNEL = np.dtype([
+    ("name", "S96"), ("entry", "S64"),
+    *((field_name, "<i4") for field_name in (
+        "family", "dtype", "precision", "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages", "group_m",
+        "split_k", "swap", "bias_matrix", "align_a", "align_b", "align_c", "shared_bytes", "registers",
+        "param_offset", "param_count",
+    )),
+    ("desc", DESC_SHAPE, 3), ("reserved", "<i4"), ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
+])  # fmt: skip
+COST = np.dtype([
+    ("fixed_us", "<f4"), ("step_us", "<f4"), ("single_step_us", "<f4"), ("blocks_per_sm", "<f4"),
+])  # fmt: skip
+TABLE = np.dtype([
+    ("gpu", "S64"), ("sm_count", "<i4"), ("reserved", "<i4"), ("bandwidth_gbps", "<f8"), ("launch_us", "<f8"),
+])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """The TMA box of one operand: elements (batch, rows, columns), and Triton's swizzle code (1 to 3: 32, 64,
+    128 bytes)."""
+
+    box: tuple[int, int, int]
+    swizzle: int
+
+
+@dataclass(frozen=True)
+class PackedKernel:
+    """One kernel as a pack stores it. `cubin` is empty in a catalog, whose resources are estimates."""
+
+    spec: KernelSpec
+    entry: str
+    cubin: bytes
+    shared_bytes: int
+    registers: int
+    params: tuple[Param, ...]
+    descriptors: tuple[Descriptor, ...] = ()  # A, B, Y; empty for the pointer family
+    local_bytes: int = field(default=0, compare=False)  # spilled, per thread; not stored
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured costs on one GPU: one row of `COST` per kernel, in pack order; a zero row is not measured."""
+
+    gpu: str
+    sm_count: int
+    bandwidth_gbps: float
+    launch_us: float
+    costs: npt.NDArray[np.void] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class PackInfo:
+    """The identity of a pack file."""
+
+    sm: int
+    key: str
+    triton: str
+    kernel_count: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    info: PackInfo
+    kernels: list[PackedKernel]
+    tables: list[CostTable]
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """The 64-bit checksum of `mp_pack_header`: over little-endian 64-bit words w[i], the last one padded with
+    zeros, the sum of (w[i] ^ (w[i] >> 32)) * (2 * i + 0x9E3779B97F4A7C15) modulo 2^64.
+
+    Odd multipliers that differ per position: a changed word or two swapped ones change the sum.
+    """
+    whole = len(data) // 8 * 8
+    words = np.frombuffer(data, "<u8", whole // 8)
+    if whole != len(data):
+        tail = bytes(data[whole:]).ljust(8, b"\0")
+        words = np.concatenate([words, np.frombuffer(tail, "<u8")])
+    weights = 2 * np.arange(len(words), dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    return int(((words ^ (words >> np.uint64(32))) * weights).sum(dtype=np.uint64))
+
+
+def _align(offset: int, to: int) -> int:
+    return -(-offset // to) * to
+
+
+def _text(value: str, capacity: int, what: str) -> bytes:
+    data = value.encode()
+    if len(data) >= capacity:
+        raise ValueError(f"{what} {value!r} has {len(data)} bytes; at most {capacity - 1} fit")
+    return data
+
+
+def encode(
+    sm: int, kernels: Sequence[PackedKernel], tables: Sequence[CostTable] = (), *, key: str, triton: str
+) -> bytes:
+    """The bytes of a pack. Raises ValueError for names that do not fit or tables of another length."""
+    params_offset = HEADER.itemsize + len(kernels) * KERNEL.itemsize
+    params = np.array([code for kernel in kernels for code in kernel.params], "<i4")
+    tables_offset = _align(params_offset + params.nbytes, 8)
+    table_bytes = TABLE.itemsize + len(kernels) * COST.itemsize
+    cubins_offset = _align(tables_offset + len(tables) * table_bytes, CUBIN_ALIGNMENT)
+
+    rows = np.zeros(len(kernels), KERNEL)
+    param_offset, cubin_offset = 0, cubins_offset
+    for row, kernel in zip(rows, kernels, strict=True):
+        spec = kernel.spec
+        row["name"] = _text(name(spec), 96, "kernel name")
+        row["entry"] = _text(kernel.entry, 64, "kernel entry")
+        row["family"] = FAMILY_CODE[spec.family]
+        row["dtype"] = DTYPE_CODE[spec.dtype]
+        row["precision"] = PRECISION_CODE[spec.precision]
+        for attribute in (
+            "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages", "group_m", "split_k", "swap",
+            "bias_matrix", "align_a", "align_b", "align_c",
+        ):  # fmt: skip
+            row[attribute] = getattr(spec, attribute)
+        row["shared_bytes"] = kernel.shared_bytes
+        row["registers"] = kernel.registers
+        row["param_offset"] = param_offset
+        row["param_count"] = len(kernel.params)
+        for slot, descriptor in zip(row["desc"], kernel.descriptors, strict=False):
+            slot["box"] = descriptor.box
+            slot["swizzle"] = descriptor.swizzle
+        row["cubin_offset"] = cubin_offset if kernel.cubin else 0
+        row["cubin_bytes"] = len(kernel.cubin)
+        param_offset += len(kernel.params)
+        cubin_offset = _align(cubin_offset + len(kernel.cubin), CUBIN_ALIGNMENT)
+    file_bytes = cubin_offset
+
+    header = np.zeros((), HEADER)
+    header["magic"] = MAGIC
+    header["version"] = VERSION
+    header["sm"] = sm
+    header["file_bytes"] = file_bytes
+    header["kernel_count"] = len(kernels)
+    header["param_count"] = len(params)
+    header["table_count"] = len(tables)
+    header["header_bytes"] = HEADER.itemsize
+    header["kernels_offset"] = HEADER.itemsize
+    header["params_offset"] = params_offset
+    header["tables_offset"] = tables_offset
+    header["cubins_offset"] = cubins_offset
+    header["key"] = key.encode()
+    header["triton"] = _text(triton, 32, "Triton version")
+
+    out = bytearray(file_bytes)
+
+    def put(offset: int, data: bytes) -> None:
+        out[offset : offset + len(data)] = data
+
+    put(HEADER.itemsize, rows.tobytes())
+    put(params_offset, params.tobytes())
+    for index, table in enumerate(tables):
+        costs = np.asarray(table.costs, COST)
+        if costs.shape != (len(kernels),):
+            raise ValueError(
+                f"the table of {table.gpu} has {costs.size} costs; the pack has {len(kernels)} kernels"
+            )
+        entry = np.zeros((), TABLE)
+        entry["gpu"] = _text(table.gpu, 64, "GPU name")
+        entry["sm_count"] = table.sm_count
+        entry["bandwidth_gbps"] = table.bandwidth_gbps
+        entry["launch_us"] = table.launch_us
+        put(tables_offset + index * table_bytes, entry.tobytes() + costs.tobytes())
+    for row, kernel in zip(rows, kernels, strict=True):
+        put(int(row["cubin_offset"]), kernel.cubin)
+    header["checksum"] = checksum(memoryview(out)[HEADER.itemsize :])
+    put(0, header.tobytes())
+    return bytes(out)
+
+
+def write_pack(
+    path: str | os.PathLike[str], sm: int, kernels: Sequence[PackedKernel],
+    tables: Sequence[CostTable] = (), *, key: str, triton: str,
+) -> None:  # fmt: skip
+    """Writes a pack aside and renames it, so that `path` is at all times absent, the old pack or the new."""
+    data = encode(sm, kernels, tables, key=key, triton=triton)
+    target = Path(path)
+    handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, 0o644)  # mkstemp's 0600 would lock out other users of a shared pack
+        os.replace(aside, target)
+    except BaseException:
+        os.unlink(aside)
+        raise
+
+
+def _fault(path: str | os.PathLike[str], what: str) -> PackError:
+    return PackError(f"{os.fspath(path)}: {what}. Delete the file or rebuild it with `moonpoly pack`.")
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[memoryview, Any]:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+    except OSError as error:
+        raise PackError(f"cannot read the kernel pack {os.fspath(path)}: {error.strerror}") from error
+    if size < HEADER.itemsize or bytes(data[:8]) != MAGIC:
+        raise _fault(path, "is not a kernel pack")
+    header = np.frombuffer(data, HEADER, 1)[0]
+    if header["version"] != VERSION or header["header_bytes"] != HEADER.itemsize:
+        raise _fault(path, f"pack version {header['version']}, while this release reads {VERSION}")
+    if header["file_bytes"] != size:
+        raise _fault(path, f"has {size} bytes where its header says {header['file_bytes']}: truncated")
+    return data, header
+
+
+def _info(header: Any) -> PackInfo:
+    return PackInfo(
+        sm=int(header["sm"]),
+        key=header["key"].decode(),
+        triton=header["triton"].decode(),
+        kernel_count=int(header["kernel_count"]),
+        file_bytes=int(header["file_bytes"]),
+    )
+
+
+def read_info(path: str | os.PathLike[str], *, verify: bool = True) -> PackInfo:
+    """A pack's identity. Raises PackError for a file that is missing, no pack, of another version, truncated
+    or, with `verify`, corrupt."""
+    data, header = _open(path)
+    if verify and checksum(data[HEADER.itemsize :]) != header["checksum"]:
+        raise _fault(path, "the checksum does not match its content: corrupt")
+    return _info(header)
+
+
+def read_pack(path: str | os.PathLike[str]) -> Pack:
+    """Everything in a pack. Raises PackError as `read_info` does."""
+    info = read_info(path)
+    data, header = _open(path)
+    count = info.kernel_count
+    rows = np.frombuffer(data, KERNEL, count, int(header["kernels_offset"]))
+    params = np.frombuffer(data, "<i4", int(header["param_count"]), int(header["params_offset"]))
+    family, dtype, precision = (
+        {code: value for value, code in codes.items()}
+        for codes in (FAMILY_CODE, DTYPE_CODE, PRECISION_CODE)
+    )
+    kernels = []
+    for row in rows:
+        spec = KernelSpec(
+            family=family[int(row["family"])],  # type: ignore[arg-type]
+            dtype=dtype[int(row["dtype"])],  # type: ignore[arg-type]
+            precision=precision[int(row["precision"])],  # type: ignore[arg-type]
+            **{n: int(row[n]) for n in ("bm", "bn", "bk", "warps", "stages", "group_m")},
+            **{n: bool(row[n]) for n in ("trans_a", "trans_b", "split_k", "swap", "bias_matrix")},
+            **{n: int(row[n]) for n in ("align_a", "align_b", "align_c")},
+        )
+        first = int(row["param_offset"])
+        start = int(row["cubin_offset"])
+        kernels.append(
+            PackedKernel(
+                spec=spec,
+                entry=row["entry"].decode(),
+                cubin=bytes(data[start : start + int(row["cubin_bytes"])]),
+                shared_bytes=int(row["shared_bytes"]),
+                registers=int(row["registers"]),
+                params=tuple(Param(int(p)) for p in params[first : first + int(row["param_count"])]),
+                descriptors=tuple(
+                    Descriptor(tuple(int(b) for b in d["box"]), int(d["swizzle"]))  # type: ignore[arg-type]
+                    for d in row["desc"]
+                )
+                if spec.family is Family.GEMM_TMA
+                else (),
+            )
+        )
+    tables = []
+    table_bytes = TABLE.itemsize + count * COST.itemsize
+    for index in range(int(header["table_count"])):
+        offset = int(header["tables_offset"]) + index * table_bytes
+        entry = np.frombuffer(data, TABLE, 1, offset)[0]
+        tables.append(
+            CostTable(
+                gpu=entry["gpu"].decode(),
+                sm_count=int(entry["sm_count"]),
+                bandwidth_gbps=float(entry["bandwidth_gbps"]),
+                launch_us=float(entry["launch_us"]),
+                costs=np.frombuffer(data, COST, count, offset + TABLE.itemsize).copy(),
+            )
+        )
+    return Pack(info, kernels, tables)

@@ -1,0 +1,337 @@
+#include "ops.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <utility>
+
+#include "driver.h"
+#include "error.h"
+#include "interpreter.h"
+#include "launcher.h"
+#include "ort.h"
+#include "pack.h"
+#include "planner.h"
+#include "problem_cache.h"
+#include "shape.h"
+#include "shape_inference.h"
+#include "stats.h"
+
+namespace moonpoly {
+namespace {
+
+struct Tensor {
+  Shape shape;
+  void* data = nullptr;
+};
+
+// A problem that a node has met, its plan, and the tensor maps of its operands.
+struct Met {
+  mp_problem problem;
+  bool workspace;
+  std::shared_ptr<const Planned> planned;
+  TensorMapCache maps;
+};
+
+class Kernel {
+ public:
+  Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
+      : ort_(api), kind_(op.kind), element_{op.dtype, op.settings->precision} {
+    if (kind_ == OpKind::kGemm) {
+      gemm_.trans_a = ort_.attribute(info, "transA", int64_t{0}) != 0;
+      gemm_.trans_b = ort_.attribute(info, "transB", int64_t{0}) != 0;
+      gemm_.alpha = ort_.attribute(info, "alpha", 1.0f);
+      gemm_.beta = ort_.attribute(info, "beta", 1.0f);
+    }
+  }
+  virtual ~Kernel() = default;
+  const OrtApi* api() const { return ort_.api(); }
+
+  void compute(OrtKernelContext* context) {
+    Tensor a, b, c;
+    input(context, 0, &a);
+    input(context, 1, &b);
+    const bool has_c = kind_ == OpKind::kGemm && input(context, 2, &c);
+
+    Product product;
+    if (kind_ == OpKind::kMatMul) {
+      matmul_product(a.shape, b.shape, element_, &product);
+    } else {
+      gemm_product(a.shape, b.shape, has_c ? &c.shape : nullptr, gemm_, element_, &product);
+    }
+    OrtValue* value = nullptr;
+    ort_(ort_->KernelContext_GetOutput(context, 0, product.output.dims, product.output.rank,
+                                       &value));
+    if (product.empty()) return;
+    Operands operands{a.data, b.data, product.problem.bias ? c.data : nullptr, nullptr};
+    ort_(ort_->GetTensorMutableData(value, &operands.y));
+    if (product.swapped) std::swap(operands.a, operands.b);
+    set_alignment(&product, operands.a, operands.b, operands.y);
+    execute(context, product, operands);
+  }
+
+ protected:
+  virtual void execute(OrtKernelContext* context, const Product& product,
+                       const Operands& operands) = 0;
+
+  std::shared_ptr<Met> meet(const Planner& planner, const mp_problem& problem, bool workspace) {
+    if (auto known = met_.find(problem, workspace)) {
+      stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
+      return known;
+    }
+    auto fresh = std::make_shared<Met>();
+    fresh->problem = problem;
+    fresh->workspace = workspace;
+    fresh->planned = planner.planned(problem, workspace);
+    met_.insert(fresh);
+    return fresh;
+  }
+
+  // Calls `body` with the operands of every entry of the outer loops.
+  template <typename Body>
+  void for_each_launch(const Product& product, const Operands& operands, Body body) {
+    const int64_t bytes = element_bytes(product.problem.dtype);
+    int64_t index[kMaxRank] = {};
+    for (;;) {
+      int64_t a = 0, b = 0, y = 0;
+      for (int i = 0; i < product.loop_count; ++i) {
+        a += index[i] * product.loops[i].a_stride;
+        b += index[i] * product.loops[i].b_stride;
+        y += index[i] * product.loops[i].y_stride;
+      }
+      body(Operands{static_cast<const char*>(operands.a) + a * bytes,
+                    static_cast<const char*>(operands.b) + b * bytes, operands.bias,
+                    static_cast<char*>(operands.y) + y * bytes});
+      int i = 0;
+      while (i < product.loop_count && ++index[i] == product.loops[i].count) index[i++] = 0;
+      if (i == product.loop_count) return;
+    }
+  }
+
+  const Ort ort_;
+
+ private:
+  bool input(OrtKernelContext* context, size_t index, Tensor* out) const {
+    size_t count = 0;
+    ort_(ort_->KernelContext_GetInputCount(context, &count));
+    if (index >= count) return false;
+    const OrtValue* value = nullptr;
+    ort_(ort_->KernelContext_GetInput(context, index, &value));
+    if (!value) return false;
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    ort_(ort_->GetTensorTypeAndShape(value, &info));
+    size_t rank = 0;
+    OrtStatus* status = ort_->GetDimensionsCount(info, &rank);
+    if (!status && rank <= kMaxRank) status = ort_->GetDimensions(info, out->shape.dims, rank);
+    ort_->ReleaseTensorTypeAndShapeInfo(info);
+    ort_(status);
+    if (rank > kMaxRank) {
+      fail(MP_INVALID, "input ", index, " has rank ", rank, "; at most ", kMaxRank, " is possible");
+    }
+    out->shape.rank = static_cast<int>(rank);
+    ort_(ort_->GetTensorMutableData(const_cast<OrtValue*>(value), &out->data));
+    return true;
+  }
+
+  const OpKind kind_;
+  const Element element_;
+  GemmAttributes gemm_;
+  ProblemCache<Met, 64> met_;
+};
+
+void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Planner& planner) {
+  static std::atomic<bool> warned{false};
+  if (planner.has_table() || warned.exchange(true)) return;
+  const std::string text = std::string("MoonPoly has no measured table for the GPU ") +
+                           planner.device().name +
+                           "; kernels are chosen by an analytic model. Run `moonpoly tune` on this "
+                           "machine to measure them.";
+  ort.warn(info, text);
+}
+
+class CudaKernel final : public Kernel {
+ public:
+  CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
+      : Kernel(op, api, info), allocator_(ort_, info) {
+    int ordinal = 0;
+    ort_(api->MemoryInfoGetId(allocator_.memory(), &ordinal));
+    mp_device device;
+    query_device(ordinal, &device);
+    auto pack = op.settings->open_pack(device.sm);
+    planner_ = pack->planner(device);
+    launcher_ = Launcher::get(std::move(pack), ordinal);
+    launcher_->load(op.dtype, op.dtype == MP_F32 ? op.settings->precision : MP_TF32);
+    warn_once_without_table(ort_, info, *planner_);
+  }
+
+ private:
+  void execute(OrtKernelContext* context, const Product& product,
+               const Operands& operands) override {
+    void* handle = nullptr;
+    ort_(ort_->KernelContext_GetGPUComputeStream(context, &handle));
+    const auto stream = static_cast<CUstream>(handle);
+    // Without a stream of its own a run gets no stream-ordered scratch memory: plan without
+    // split-K.
+    const auto met = meet(*planner_, product.problem, stream != nullptr);
+    const mp_plan& plan = met->planned->plan;
+
+    CurrentContext current(launcher_->context());
+    void* counters = plan.counters ? launcher_->counters_for(stream, plan.counters) : nullptr;
+    const int64_t own_counters = plan.counters && !counters ? plan.counters * 4 : 0;
+    // Ordered by the stream: ONNX Runtime hands this memory to another stream only after a
+    // synchronisation, so that it may be freed as soon as the launches are queued.
+    const Scratch scratch(ort_, context, allocator_, plan.workspace_bytes + own_counters);
+    if (own_counters) {
+      counters = static_cast<char*>(scratch.data()) + plan.workspace_bytes;
+      launcher_->clear(counters, plan.counters, stream);
+    }
+    TensorMapCache* maps = product.loop_count == 0 ? &met->maps : nullptr;
+    for_each_launch(product, operands, [&](const Operands& moved) {
+      launcher_->launch(product.problem, plan, moved, scratch.data(), counters, stream, maps);
+    });
+  }
+
+  const KernelAllocator allocator_;
+  std::shared_ptr<const Planner> planner_;
+  std::shared_ptr<Launcher> launcher_;
+};
+
+// Attributes of the GPU that plans are made for where there is none: NVIDIA H200 SXM, data sheet
+// and driver values. Its `sm` is taken from the pack, so that packs of every architecture can be
+// run.
+mp_device reference_device(int sm) {
+  mp_device d{};
+  std::snprintf(d.name, sizeof d.name, "NVIDIA H200");
+  d.sm = sm;
+  d.sm_count = 132;
+  d.shared_per_sm = 233472;
+  d.shared_per_block = 232448;
+  d.registers_per_sm = 65536;
+  d.threads_per_sm = 2048;
+  d.blocks_per_sm = 32;
+  d.clock_mhz = 1980;
+  d.memory_clock_mhz = 3201;
+  d.memory_bus_bits = 6144;
+  d.l2_bytes = int64_t{60} << 20;
+  d.memory_bytes = int64_t{141} << 30;
+  return d;
+}
+
+class InterpretedKernel final : public Kernel {
+ public:
+  InterpretedKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
+      : Kernel(op, api, info) {
+    mp_device device{};
+    const bool gpu = device_count() > 0;
+    if (gpu) query_device(0, &device);
+    pack_ = op.settings->open_pack(gpu ? device.sm : 90);
+    const int pack_sm = static_cast<int>(pack_->header().sm);
+    planner_ = pack_->planner(gpu && device.sm == pack_sm ? device : reference_device(pack_sm));
+  }
+
+ private:
+  void execute(OrtKernelContext*, const Product& product, const Operands& operands) override {
+    const mp_interpret_fn interpret = interpreter().load();
+    if (!interpret) {
+      fail(MP_INTERNAL,
+           "the interpreter backend has no function to call: set one with mp_set_interpreter, or "
+           "use "
+           "moonpoly_ort.InferenceSession(backend=\"interpreter\")");
+    }
+    const auto met = meet(*planner_, product.problem, true);
+    for_each_launch(product, operands, [&](const Operands& moved) {
+      char text[2048] = "";
+      const int32_t failed =
+          interpret(&product.problem, &met->planned->plan, moved.a, moved.b, moved.bias, moved.y,
+                    text, static_cast<int32_t>(sizeof text));
+      if (failed) fail(MP_INTERNAL, "the interpreter failed: ", text[0] ? text : "no reason given");
+    });
+  }
+
+  std::shared_ptr<const Pack> pack_;
+  std::shared_ptr<const Planner> planner_;
+};
+
+const Op& self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
+
+OnnxType onnx_type(int32_t dtype) {
+  static constexpr OnnxType kTypes[] = {ONNX_FLOAT16, ONNX_BFLOAT16, ONNX_FLOAT};
+  return kTypes[dtype];
+}
+
+OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
+                         void** out) {
+  return guarded(api, [&] {
+    const Op& my = self(op);
+    std::unique_ptr<Kernel> kernel;
+    try {
+      if (my.settings->backend == Backend::kInterpreter) {
+        kernel = std::make_unique<InterpretedKernel>(my, api, info);
+      } else {
+        kernel = std::make_unique<CudaKernel>(my, api, info);
+      }
+    } catch (const Error& e) {
+      fail(e.status, "node '", Ort(api).node_name(info), "': ", e.what());
+    }
+    *out = kernel.release();
+  });
+}
+
+}  // namespace
+
+std::shared_ptr<const Pack> Settings::open_pack(int sm) const {
+  if (!pack_path.empty()) return Pack::open(pack_path);
+  // Code for an earlier sm_8x runs on every later one.
+  std::vector<int> fits{sm};
+  for (int lower = sm - 1; sm < 90 && lower >= sm / 10 * 10; --lower) fits.push_back(lower);
+  std::string searched;
+  for (const std::string& folder : pack_folders) {
+    for (int candidate : fits) {
+      const std::string path = folder + "/sm_" + std::to_string(candidate) + ".mpk";
+      if (::access(path.c_str(), F_OK) == 0) return Pack::open(path);
+    }
+    searched += (searched.empty() ? "" : ", ") + folder;
+  }
+  fail(MP_BAD_PACK, "no kernel pack sm_", sm, ".mpk was found in ", searched,
+       "; build one with `moonpoly pack --arch sm_", sm,
+       "`, or name one in the session config entry moonpoly.pack");
+}
+
+Op::Op(const OrtApi* api, OpKind kind, int32_t dtype, std::shared_ptr<const Settings> settings)
+    : OrtCustomOp{}, api(api), kind(kind), dtype(dtype), settings(std::move(settings)) {
+  version = kOrtApiVersion;
+  GetName = [](const OrtCustomOp* op) {
+    return self(op).kind == OpKind::kMatMul ? "MatMul" : "Gemm";
+  };
+  GetExecutionProviderType = [](const OrtCustomOp* op) {
+    return self(op).settings->backend == Backend::kInterpreter ? "CPUExecutionProvider"
+                                                               : "CUDAExecutionProvider";
+  };
+  GetInputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
+  GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
+    return self(op).kind == OpKind::kMatMul ? 2 : 3;
+  };
+  GetOutputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
+  GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  GetInputCharacteristic = [](const OrtCustomOp*, size_t index) {
+    return index == 2 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  };
+  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  CreateKernelV2 = create_kernel;
+  KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    auto* my = static_cast<Kernel*>(kernel);
+    return guarded(my->api(), [&] { my->compute(context); });
+  };
+  KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  if (kind == OpKind::kMatMul) {
+    InferOutputShapeFn = [](const OrtCustomOp* op, OrtShapeInferContext* context) {
+      return infer_matmul_shape(self(op).api, context);
+    };
+  }
+}
+
+}  // namespace moonpoly

@@ -1,0 +1,43 @@
+// The custom ops ai.moonpoly.MatMul and ai.moonpoly.Gemm as ONNX Runtime sees them.
+#ifndef MOONPOLY_OPS_H_
+#define MOONPOLY_OPS_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "moonpoly.h"
+#include "ort_abi.h"
+
+namespace moonpoly {
+
+class Pack;
+
+enum class Backend { kAuto, kCuda, kInterpreter };
+
+// What a session asked for, read once at registration.
+struct Settings {
+  Backend backend = Backend::kAuto;
+  int32_t precision = MP_TF32;
+  std::string pack_path;                  // empty: search
+  std::vector<std::string> pack_folders;  // in order
+
+  // Throws Error(MP_BAD_PACK) naming what was searched.
+  std::shared_ptr<const Pack> open_pack(int sm) const;
+};
+
+enum class OpKind { kMatMul, kGemm };
+
+// One op for one dtype. ONNX Runtime keeps pointers to it for as long as a session lives, so that
+// it is never destroyed.
+struct Op : OrtCustomOp {
+  Op(const OrtApi* api, OpKind kind, int32_t dtype, std::shared_ptr<const Settings> settings);
+
+  const OrtApi* api;
+  OpKind kind;
+  int32_t dtype;
+  std::shared_ptr<const Settings> settings;
+};
+
+}  // namespace moonpoly
+#endif  // MOONPOLY_OPS_H_

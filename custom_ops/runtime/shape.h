@@ -1,0 +1,61 @@
+// The shape rules of ONNX MatMul and Gemm, and their reduction to the canonical product
+// (mp_problem).
+#ifndef MOONPOLY_SHAPE_H_
+#define MOONPOLY_SHAPE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "moonpoly.h"
+
+namespace moonpoly {
+
+constexpr int kMaxRank = 32;
+
+struct Shape {
+  int rank = 0;
+  int64_t dims[kMaxRank];
+
+  std::string text() const;  // "[2, 3]"
+};
+
+// Batch groups that the problem's two maps cannot express; the caller launches the problem once for
+// each of their entries, moving the operands by these strides (elements).
+struct OuterLoop {
+  int64_t count, a_stride, b_stride, y_stride;
+};
+
+struct Product {
+  mp_problem problem;
+  bool swapped;  // the problem's A is the op's B and the reverse
+  Shape output;
+  int loop_count;
+  OuterLoop loops[kMaxRank];  // innermost first
+
+  bool empty() const { return problem.m == 0 || problem.n == 0 || problem.batch == 0; }
+};
+
+// Kind of arithmetic of the whole op.
+struct Element {
+  int32_t dtype, precision;
+};
+
+struct GemmAttributes {
+  bool trans_a = false, trans_b = false;
+  float alpha = 1, beta = 1;
+};
+
+// numpy.matmul's rules: 1-D operands, broadcast batch axes. Throws Error(MP_INVALID) naming both
+// shapes.
+void matmul_product(const Shape& a, const Shape& b, Element element, Product* out);
+
+// `c` may be null. Throws Error(MP_INVALID) naming the shapes.
+void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttributes& attributes,
+                  Element element, Product* out);
+
+// Fills align_*: what base address, row length and pitch, batch and loop strides all have in common.
+// Addresses of the problem's A and B, that is, after `swapped`.
+void set_alignment(Product* product, const void* a, const void* b, const void* y);
+
+}  // namespace moonpoly
+#endif  // MOONPOLY_SHAPE_H_

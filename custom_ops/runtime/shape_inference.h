@@ -1,0 +1,16 @@
+// Output shapes for ONNX Runtime's graph optimizers, which fuse less behind a node without one.
+#ifndef MOONPOLY_SHAPE_INFERENCE_H_
+#define MOONPOLY_SHAPE_INFERENCE_H_
+
+#include "ort_abi.h"
+
+namespace moonpoly {
+
+// The body of MatMul's InferOutputShapeFn. Sets a shape only if every dimension of it is known by
+// value or by name; an unnamed unknown one cannot be expressed in this interface (it would become
+// the value -1). Gemm has none: ONNX Runtime reads the type of every input before it asks, and an
+// absent C has none.
+OrtStatus* infer_matmul_shape(const OrtApi* api, OrtShapeInferContext* context);
+
+}  // namespace moonpoly
+#endif  // MOONPOLY_SHAPE_INFERENCE_H_

@@ -1,0 +1,176 @@
+"""Kernel packs on this machine: where they are looked for, whether they are current, building them.
+
+    path = packs.ensure_pack(90)      # finds sm_90.mpk, or builds it into the cache
+    path = packs.catalog(90)          # the kernel list without code: plans, no GPU, no Triton
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+from platformdirs import user_cache_dir
+
+from .custom_ops.kernels import compiling, pack_format
+from .custom_ops.kernels.spec import SHARED_LIMIT, specs
+from .errors import DeviceError, MissingDependencyError, PackError
+
+if TYPE_CHECKING:
+    from .custom_ops.kernels.pack_format import CostTable, PackInfo
+
+__all__ = [
+    "build_pack",
+    "cache_dir",
+    "catalog",
+    "ensure_pack",
+    "find_pack",
+    "pack_name",
+    "supported_architectures",
+]
+
+Progress = Callable[[int, int, str], None]
+
+
+def supported_architectures() -> list[int]:
+    """The architectures that packs can be built for, as numbers: 90 for sm_90."""
+    return list(SHARED_LIMIT)
+
+
+def pack_name(sm: int) -> str:
+    """The file name of an architecture's pack. Raises DeviceError if it is not supported."""
+    if sm not in SHARED_LIMIT:
+        known = ", ".join(f"sm_{s}" for s in SHARED_LIMIT)
+        raise DeviceError(f"no kernels can be built for sm_{sm}; supported architectures: {known}")
+    return f"sm_{sm}.mpk"
+
+
+def cache_dir() -> Path:
+    """The folder of packs built on this machine."""
+    return Path(user_cache_dir("moonpoly_ort")) / "packs"
+
+
+def _places(sm: int) -> list[Path]:
+    """Where a pack may lie that nobody named: beside the library, then the cache."""
+    return [Path(__file__).parent / "packs" / pack_name(sm), cache_dir() / pack_name(sm)]
+
+
+def _check(path: Path, sm: int) -> PackInfo:
+    info = pack_format.read_info(path)
+    if info.sm != sm:
+        raise PackError(
+            f"{path} holds kernels for sm_{info.sm}, not for sm_{sm}; build them with "
+            f"`moonpoly pack --arch sm_{sm}`"
+        )
+    return info
+
+
+def _is_current(path: Path, sm: int) -> bool:
+    """Whether a file is an intact pack of the present kernels.
+
+    A pack made by another Triton release is rebuilt only where Triton is installed to do so.
+    """
+    try:
+        info = _check(path, sm)
+    except PackError:
+        return False
+    try:
+        triton = compiling.triton_version()
+    except MissingDependencyError:
+        triton = info.triton
+    return info.key == compiling.content_key(sm, triton)
+
+
+def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | None:
+    """The pack for an architecture (90 for sm_90): `path`, else $MOONPOLY_PACK, else a current one beside the
+    library or in the cache, else None.
+
+    A pack that the caller or the environment names is taken whatever kernel sources it was built from, but
+    raises PackError where it is missing, corrupt or for another architecture. DeviceError: unsupported `sm`.
+    """
+    places = _places(sm)
+    named = path or os.environ.get("MOONPOLY_PACK")
+    if named:
+        _check(Path(named), sm)
+        return Path(named)
+    return next((place for place in places if _is_current(place, sm)), None)
+
+
+def build_pack(
+    sm: int, output: str | os.PathLike[str], *, tables: Sequence[CostTable] = (),
+    progress: Progress | None = None,
+) -> Path:  # fmt: skip
+    """Compiles all kernels of an architecture (90 for sm_90) into one file, written aside and renamed.
+
+    `tables` are measured costs, one row per kernel in the order of `specs(sm)`. `progress` is called with
+    (kernels done, kernels in all, name). No GPU is needed. Raises DeviceError (unsupported `sm`),
+    MissingDependencyError (no Triton), PackError (a kernel does not compile, `output` cannot be written).
+    """
+    pack_name(sm)
+    triton = compiling.triton_version()
+    target = Path(output)
+    if not target.parent.is_dir():
+        raise PackError(f"cannot write {target}: the folder {target.parent} does not exist")
+    kernels = compiling.compile_specs(specs(sm), sm, progress=progress)
+    try:
+        pack_format.write_pack(
+            target, sm, kernels, tables, key=compiling.content_key(sm, triton), triton=triton
+        )
+    except OSError as error:
+        raise PackError(f"cannot write the kernel pack {target}: {error.strerror}") from error
+    return target
+
+
+def ensure_pack(
+    sm: int, path: str | os.PathLike[str] | None = None, *, progress: Progress | None = None,
+    build: bool = True,
+) -> Path:  # fmt: skip
+    """`find_pack`, and where there is none, a pack built into the cache (minutes, with `progress`).
+
+    Where another process is building the same pack, waits for it. With `build=False`, or MOONPOLY_NO_BUILD=1
+    in the environment, a missing pack is a PackError that says where it was looked for.
+    """
+    found = find_pack(sm, path)
+    if found is not None:
+        return found
+    target = cache_dir() / pack_name(sm)
+    if not build or os.environ.get("MOONPOLY_NO_BUILD", "0") not in ("", "0"):
+        reason = "MOONPOLY_NO_BUILD is set" if build else "the caller forbids building"
+        searched = ", ".join(map(str, _places(sm)))
+        raise PackError(
+            f"no current kernel pack for sm_{sm}, and {reason}. Looked for: $MOONPOLY_PACK (not set), {searched}. "
+            f"Build one with `moonpoly pack --arch sm_{sm}`."
+        )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_suffix(".lock")):
+            if not _is_current(target, sm):  # else another process built it meanwhile
+                build_pack(sm, target, progress=progress)
+    except OSError as error:
+        raise PackError(
+            f"cannot write the pack cache {target.parent}: {error.strerror}. Set XDG_CACHE_HOME to a writable "
+            "folder, or name a pack in MOONPOLY_PACK."
+        ) from error
+    return target
+
+
+def catalog(sm: int) -> Path:
+    """A pack without code for an architecture: the kernel list with estimated resources, for plans on a machine
+    with neither Triton nor a built pack. Written in milliseconds, to the cache or else the temporary folder.
+    """
+    file_name = pack_name(sm).replace(".mpk", ".catalog.mpk")
+    kernels = compiling.catalog_kernels(sm)
+    key = compiling.content_key(sm, "none")
+    temporary = Path(tempfile.gettempdir()) / f"moonpoly_ort-{os.getuid()}"
+    for folder in (cache_dir(), temporary):
+        target = folder / file_name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            pack_format.write_pack(target, sm, kernels, key=key, triton="none")
+        except OSError:
+            continue
+        return target
+    raise PackError(f"cannot write the kernel catalog {file_name} to {cache_dir()} or {temporary}")

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_pack import TinyKernel, h200, pack_bytes, standard_kernels
+
+from moonpoly_ort import errors, native
+
+SIZES = st.one_of(
+    st.integers(1, 300),
+    st.integers(1, 70000),
+    st.sampled_from([0, 2**31 - 1025, 2**31 - 1024, 2**31, 3 * 2**31, 2**33]),
+)
+
+
+def problem(m: int, n: int, k: int, **changes: float) -> native.Problem:
+    trans_a, trans_b = changes.get("trans_a", 0), changes.get("trans_b", 0)
+    fields = {
+        "m": m, "n": n, "k": k, "batch": 1,
+        "lda": m if trans_a else k, "ldb": k if trans_b else n, "ldc": n,
+        "a_batch_stride": m * k, "b_batch_stride": k * n, "c_batch_stride": m * n,
+        "a_div": 1, "a_mod": 1, "b_div": 1, "b_mod": 1,
+        "align_a": 16, "align_b": 16, "align_c": 16, "alpha": 1.0, "beta": 1.0,
+    }  # fmt: skip
+    return native.Problem(**(fields | changes))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> native.Problem:
+    dtype = draw(st.sampled_from(list(native.Dtype)))
+    element = 4 if dtype == native.Dtype.F32 else 2
+    aligns = st.sampled_from([a for a in (2, 4, 8, 16) if a >= element])
+    m, n = draw(SIZES), draw(SIZES)
+    batch = draw(st.sampled_from([1, 1, 2, 17, 4096, 2**31 - 513])) if m * n < 2**32 else 1
+    bias = draw(st.sampled_from(list(native.Bias)))
+    vector = draw(st.sampled_from([(0, 0), (0, 1), (1, 0)]))
+    return problem(
+        m, n, draw(st.one_of(st.integers(0, 200), st.integers(0, 2**31 - 513))),
+        dtype=dtype,
+        precision=draw(st.integers(0, 1)) if dtype == native.Dtype.F32 else 0,
+        trans_a=draw(st.integers(0, 1)), trans_b=draw(st.integers(0, 1)),
+        batch=batch, a_mod=batch, b_mod=draw(st.sampled_from([1, batch])),
+        align_a=draw(aligns), align_b=draw(aligns), align_c=draw(aligns),
+        bias=bias, bias_stride_m=n if bias == native.Bias.MATRIX else vector[0],
+        bias_stride_n=1 if bias == native.Bias.MATRIX else vector[1],
+    )  # fmt: skip
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def assert_covers_once(p: native.Problem, plan: native.Plan) -> None:
+    """Boxes inside the output, pairwise apart, with the output's volume in sum."""
+    spans = [
+        ((r.m0, r.m0 + r.m), (r.n0, r.n0 + r.n), (r.z0, r.z0 + r.z)) for r in plan.regions
+    ]
+    for span in spans:
+        for (low, high), size in zip(span, (p.m, p.n, p.batch), strict=True):
+            assert 0 <= low < high <= size
+    for i, one in enumerate(spans):
+        for other in spans[:i]:
+            assert any(a[1] <= b[0] or b[1] <= a[0] for a, b in zip(one, other, strict=True))
+    assert sum(r.m * r.n * r.z for r in plan.regions) == p.m * p.n * p.batch
+
+
+def assert_kernels_accept(pack: native.Pack, p: native.Problem, plan: native.Plan) -> None:
+    for r in plan.regions:
+        k = pack.kernels[r.kernel]
+        assert (k.dtype, k.trans_a, k.trans_b) == (p.dtype, p.trans_a, p.trans_b)
+        assert k.precision == p.precision
+        assert k.align_a <= p.align_a
+        assert k.align_b <= p.align_b
+        assert k.align_c <= p.align_c
+        assert p.bias != native.Bias.MATRIX or k.bias_matrix
+        assert k.family == native.Family.GEMM_POINTER or p.k > 0
+        assert max(r.m, r.n, r.z) < 2**31
+        tiles = ceil_div(r.m, k.bm) * ceil_div(r.n, k.bn) * r.z
+        assert r.grid == tiles * r.split < 2**31
+        steps = ceil_div(p.k, k.bk)
+        if k.split_k:
+            assert r.split >= 2
+            assert (r.split - 1) * ceil_div(steps, r.split) < steps  # the last slice has work
+            assert r.workspace_bytes == r.grid * k.bm * k.bn * 4
+            assert r.counters == tiles
+        else:
+            assert (r.split, r.workspace_bytes, r.counters) == (1, 0, 0)
+        assert r.predicted_us > 0
+
+
+@settings(max_examples=400, deadline=None)
+@given(p=problems())
+def test_plan_covers_the_output_once(catalog: native.Pack, p: native.Problem) -> None:
+    try:
+        plan = catalog.plan(h200(), p)
+    except errors.ProblemError as error:
+        assert "more than 16 launches" in str(error)
+        assert p.m * p.n * p.batch > 2**34
+        return
+    except errors.KernelMissingError:
+        assert p.m * p.n > 2**42  # more tiles than a grid has blocks
+        return
+    if 0 in (p.m, p.n, p.batch):
+        assert plan.region_count == 0
+        return
+    assert_covers_once(p, plan)
+    assert_kernels_accept(catalog, p, plan)
+    assert plan.workspace_bytes == max(r.workspace_bytes for r in plan.regions)
+    assert plan.counters == max(r.counters for r in plan.regions)
+    assert bytes(plan) == bytes(catalog.plan(h200(), p))
+
+
+def test_rows_beyond_i32_become_regions(catalog: native.Pack) -> None:
+    plan = catalog.plan(h200(), problem(2**33 + 5, 64, 64))
+    assert [r.m0 for r in plan.regions] == [i * (2**31 - 1024) for i in range(5)]
+    assert sum(r.m for r in plan.regions) == 2**33 + 5
+
+
+def test_batch_is_cut_where_a_grid_would_overflow(catalog: native.Pack) -> None:
+    batch = 2**31 - 1000
+    plan = catalog.plan(h200(), problem(256, 16, 8, batch=batch, a_mod=batch, b_mod=batch))
+    assert plan.region_count > 1
+    assert_covers_once(problem(256, 16, 8, batch=batch), plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": 2**31 - 512}, "K = 2147483136 is too large"),
+        ({"m": -1}, "m = -1"),
+        ({"dtype": 9}, "dtype code 9"),
+        ({"lda": 3}, "lda = 3"),
+        ({"a_mod": 0}, r"a = \(1, 0\)"),
+        ({"align_a": 6}, "alignment of 6 bytes"),
+        ({"bias": 5}, "bias code 5"),
+        ({"bias": 1, "bias_stride_n": 4}, "strides 0 or 1"),
+        ({"batch": 2**31}, "batch of 2147483648"),
+        ({"trans_a": 2}, "trans_a = 2"),
+    ],
+)
+def test_illegal_problems(catalog: native.Pack, changes: dict[str, int], message: str) -> None:
+    p = problem(64, 64, 64)
+    for field, value in changes.items():
+        setattr(p, field, value)
+    with pytest.raises(errors.ProblemError, match=message):
+        catalog.plan(h200(), p)
+
+
+def test_skinny_products_split_k(catalog: native.Pack) -> None:
+    region = catalog.plan(h200(), problem(1, 4096, 11008)).regions[0]
+    kernel = catalog.kernels[region.kernel]
+    assert kernel.bm == 16
+    assert 2 <= region.split <= 8
+
+
+def test_large_products_take_large_tiles_without_split(catalog: native.Pack) -> None:
+    region = catalog.plan(h200(), problem(8192, 8192, 8192)).regions[0]
+    kernel = catalog.kernels[region.kernel]
+    assert (kernel.bm, kernel.bn, region.split) == (128, 128, 1)
+
+
+def test_forced_choices(catalog: native.Pack) -> None:
+    p = problem(64, 64, 4096)
+    usable = [
+        i for i, k in enumerate(catalog.kernels)
+        if (k.dtype, k.trans_a, k.trans_b) == (0, 0, 0)
+    ]  # fmt: skip
+    for index in usable:
+        kernel = catalog.kernels[index]
+        split = 5 if kernel.split_k else 1
+        plan = catalog.plan(h200(), p, kernel=index, split=split)
+        assert (plan.regions[0].kernel, plan.regions[0].split) == (index, split)
+        assert catalog.plan(h200(), p, kernel=index).regions[0].kernel == index
+        with pytest.raises(errors.ProblemError, match="cannot cut K = 4096"):
+            catalog.plan(h200(), p, kernel=index, split=1 if kernel.split_k else 2)
+    assert catalog.plan(h200(), p, split=3).regions[0].split == 3
+    assert catalog.plan(h200(), p, split=1).regions[0].split == 1
+    with pytest.raises(errors.ProblemError, match="does not exist"):
+        catalog.plan(h200(), p, kernel=10**6)
+    other = next(i for i, k in enumerate(catalog.kernels) if k.dtype == 1)
+    with pytest.raises(errors.KernelMissingError, match="another dtype"):
+        catalog.plan(h200(), p, kernel=other)
+
+
+def test_no_kernel_names_the_problem(tmp_path: Path) -> None:
+    path = tmp_path / "one.mpk"
+    path.write_bytes(pack_bytes([TinyKernel(family=0, dtype=0, bm=64, bn=64, bk=64)]))
+    with native.Pack(path) as pack:
+        pack.plan(h200(), problem(64, 64, 64))
+        with pytest.raises(errors.KernelMissingError, match=r"fp16 m = 64.*alignment 16/2/16"):
+            pack.plan(h200(), problem(64, 64, 64, align_b=2))
+        with pytest.raises(errors.KernelMissingError):
+            pack.plan(h200(), problem(64, 64, 0))  # a tensor map cannot be empty
+
+
+def test_kernels_too_large_for_the_device_are_left_out(catalog: native.Pack) -> None:
+    small = h200(shared_per_block=60000, shared_per_sm=65536)
+    for m in (16, 300, 5000):
+        kernel = catalog.kernels[catalog.plan(small, problem(m, m, m)).regions[0].kernel]
+        assert kernel.shared_bytes <= 60000
+    big = next(i for i, k in enumerate(catalog.kernels) if k.shared_bytes > 60000)
+    k = catalog.kernels[big]
+    with pytest.raises(errors.KernelMissingError, match="shared memory"):
+        catalog.plan(
+            small,
+            problem(64, 64, 64, dtype=k.dtype, trans_a=k.trans_a, trans_b=k.trans_b),
+            kernel=big,
+        )
+
+
+def measured_pack(path: Path, gpu: bytes, sm_count: int) -> native.Pack:
+    """Two kernels; the table says that the small one takes 1 us a wave and the large one 100."""
+    kernels = [
+        TinyKernel(family=0, dtype=0, bm=128, bn=128, bk=64),
+        TinyKernel(family=0, dtype=0, bm=64, bn=64, bk=64),
+    ]
+    table = native.Table(gpu=gpu, sm_count=sm_count, bandwidth_gbps=4e6, launch_us=1.5)
+    costs = [
+        native.Cost(fixed_us=100, step_us=1, single_step_us=1, blocks_per_sm=1),
+        native.Cost(fixed_us=1, step_us=0.01, single_step_us=0.01, blocks_per_sm=2),
+    ]
+    path.write_bytes(pack_bytes(kernels, tables=[(table, costs)]))
+    return native.Pack(path)
+
+
+def test_measured_costs_are_used_for_the_exact_device(tmp_path: Path) -> None:
+    p = problem(64, 64, 640)
+    with measured_pack(tmp_path / "a.mpk", b"NVIDIA H200", 132) as pack:
+        plan = pack.plan(h200(), p)
+        assert plan.measured
+        assert plan.regions[0].kernel == 1
+        # launch + fixed + 10 steps; the bandwidth is so high that traffic is nothing
+        assert plan.predicted_us == pytest.approx(1.5 + 1 + 10 * 0.01, abs=0.01)
+    with measured_pack(tmp_path / "b.mpk", b"NVIDIA H200", 114) as pack:
+        assert not pack.plan(h200(), p).measured
+    with measured_pack(tmp_path / "c.mpk", b"NVIDIA H100", 132) as pack:
+        assert not pack.plan(h200(), p).measured
+
+
+def test_waves_of_a_measured_kernel(tmp_path: Path) -> None:
+    with measured_pack(tmp_path / "a.mpk", b"NVIDIA H200", 132) as pack:
+
+        def predicted(tiles: int) -> float:
+            return pack.plan(h200(), problem(64 * tiles, 64, 64), kernel=1).predicted_us
+
+        one_wave = predicted(264)
+        assert predicted(200) == pytest.approx(one_wave, abs=0.01)
+        assert predicted(265) == pytest.approx(2 * one_wave - 1.5, abs=0.01)
+
+
+def test_splits_of_a_problem_forbid_nothing(catalog: native.Pack) -> None:
+    """Every split up to the K steps can be forced on a split kernel, and none beyond."""
+    index = next(i for i, k in enumerate(catalog.kernels) if k.split_k and k.dtype == 0)
+    p = problem(64, 64, 64 * 7)
+    for split in range(2, 8):
+        assert catalog.plan(h200(), p, kernel=index, split=split).regions[0].split == split
+    with pytest.raises(errors.ProblemError, match="cannot cut K"):
+        catalog.plan(h200(), p, kernel=index, split=8)
+
+
+def test_standard_pack_serves_every_class(catalog: native.Pack) -> None:
+    assert len(catalog.kernels) == len(standard_kernels())

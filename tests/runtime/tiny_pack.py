@@ -1,0 +1,168 @@
+"""Writes kernel packs straight from the layout in moonpoly.h: an independent check of the format, and
+packs small enough to reason about.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpoly_ort import native
+
+# mp_param codes, in the order of the two families in docs/architecture.md.
+DESC_A, DESC_B, DESC_Y = 1, 2, 3
+PTR_A, PTR_B, PTR_Y, PTR_BIAS, PTR_WORKSPACE, PTR_COUNTERS = 4, 5, 6, 7, 8, 9
+M, N, K, SPLIT = 10, 11, 12, 13
+A_DIV, A_MOD, B_DIV, B_MOD, Z0 = 14, 15, 16, 17, 18
+LDA, LDB, LDC, A_BATCH, B_BATCH, C_BATCH = 19, 20, 21, 22, 23, 24
+BIAS_M, BIAS_N, ALPHA, BETA, NULL = 25, 26, 27, 28, 29
+
+_MIDDLE = [PTR_BIAS, PTR_WORKSPACE, PTR_COUNTERS, M, N, K, SPLIT, A_DIV, A_MOD, B_DIV, B_MOD, Z0]
+_END = [BIAS_M, BIAS_N, ALPHA, BETA, NULL, NULL]
+TMA_PARAMS = [DESC_A, DESC_B, DESC_Y, *_MIDDLE, *_END]
+POINTER_PARAMS = [
+    PTR_A, PTR_B, PTR_Y, *_MIDDLE, LDA, LDB, LDC, A_BATCH, B_BATCH, C_BATCH, *_END,
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TinyKernel:
+    family: int
+    dtype: int
+    bm: int
+    bn: int
+    bk: int
+    warps: int = 4
+    stages: int = 3
+    precision: int = 0
+    trans_a: int = 0
+    trans_b: int = 0
+    split_k: int = 0
+    swap: int = 0
+    bias_matrix: int = 0
+    align: int = 16
+    cubin: bytes = b""
+
+    @property
+    def element_bytes(self) -> int:
+        return 4 if self.dtype == native.Dtype.F32 else 2
+
+    def record(self, param_offset: int, params: Sequence[int]) -> native.KernelRecord:
+        record = native.KernelRecord()
+        name = (
+            f"{'tma' if self.family == 0 else 'pointer'}_{self.dtype}{self.precision}_"
+            f"{self.trans_a}{self.trans_b}_{self.bm}x{self.bn}x{self.bk}_w{self.warps}_"
+            f"s{self.stages}_k{self.split_k}_b{self.bias_matrix}_a{self.align}_x{self.swap}"
+        )
+        record._name = name.encode()
+        record._entry = b"kernel"
+        for field in (
+            "family", "dtype", "precision", "trans_a", "trans_b", "bm", "bn", "bk", "warps",
+            "stages", "split_k", "swap", "bias_matrix",
+        ):  # fmt: skip
+            setattr(record, field, getattr(self, field))
+        record.group_m = 8
+        record.align_a = record.align_b = record.align_c = self.align
+        record.shared_bytes = (self.bm + self.bn) * self.bk * self.element_bytes * self.stages
+        record.registers = 128
+        record.param_offset, record.param_count = param_offset, len(params)
+        if self.family == native.Family.GEMM_TMA:
+            boxes = ((self.bm, self.bk), (self.bk, self.bn), (self.bm, self.bn))
+            for shape, (rows, columns) in zip(record.desc, boxes, strict=True):
+                shape.box[:] = (1, rows, min(columns, 128 // self.element_bytes))
+                shape.swizzle = 3
+        return record
+
+
+def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
+    """For every dtype and layout: TMA and pointer kernels with and without split-K and matrix bias,
+    and for pointers every alignment.
+    """
+    kernels = []
+    for dtype, precision in ((0, 0), (1, 0), (2, 0), (2, 1)):
+        least = 4 if dtype == native.Dtype.F32 else 2
+        bk = 32 if dtype == native.Dtype.F32 else 64
+        for layout in range(4):
+            common = {
+                "dtype": dtype, "precision": precision, "trans_a": layout >> 1,
+                "trans_b": layout & 1, "bk": bk, "cubin": cubin,
+            }  # fmt: skip
+            for bm, bn in ((16, 64), (64, 64), (128, 128)):
+                for split in (0, 1):
+                    kernels.append(
+                        TinyKernel(family=0, bm=bm, bn=bn, split_k=split, bias_matrix=1, **common)
+                    )
+            for align in (16, least):
+                for split in (0, 1):
+                    kernels.append(
+                        TinyKernel(family=1, bm=64, bn=64, split_k=split, align=align, **common)
+                    )
+                kernels.append(
+                    TinyKernel(family=1, bm=64, bn=64, bias_matrix=1, align=align, **common)
+                )
+    return kernels
+
+
+def checksum(data: bytes) -> int:
+    data += bytes(-len(data) % 8)
+    total = 0
+    for i in range(len(data) // 8):
+        word = int.from_bytes(data[8 * i : 8 * i + 8], "little")
+        total += (word ^ word >> 32) * (2 * i + 0x9E3779B97F4A7C15)
+    return total % 2**64
+
+
+def pack_bytes(
+    kernels: Iterable[TinyKernel],
+    *,
+    sm: int = 90,
+    tables: Sequence[tuple[native.Table, Sequence[native.Cost]]] = (),
+) -> bytes:
+    kernels = list(kernels)
+    header = native.PackHeader(magic=b"MOONPACK", version=1, sm=sm, key=b"0" * 64, triton=b"tiny")
+    header.header_bytes = ctypes.sizeof(header)
+    params: list[int] = []
+    records = []
+    for kernel in kernels:
+        own = TMA_PARAMS if kernel.family == native.Family.GEMM_TMA else POINTER_PARAMS
+        records.append(kernel.record(len(params), own))
+        params += own
+    params += [NULL] * (len(params) % 2)  # keeps the tables at 8 bytes
+    table_data = b"".join(
+        bytes(table) + b"".join(bytes(cost) for cost in costs) for table, costs in tables
+    )
+    header.kernel_count, header.param_count = len(kernels), len(params)
+    header.table_count = len(tables)
+    header.kernels_offset = header.header_bytes
+    header.params_offset = header.kernels_offset + len(kernels) * ctypes.sizeof(native.KernelRecord)
+    header.tables_offset = header.params_offset + 4 * len(params)
+    header.cubins_offset = -(-(header.tables_offset + len(table_data)) // 64) * 64
+    cubins = b""
+    for kernel, record in zip(kernels, records, strict=True):
+        if kernel.cubin:
+            record.cubin_offset = header.cubins_offset + len(cubins)
+            record.cubin_bytes = len(kernel.cubin)
+            cubins += kernel.cubin + bytes(-len(kernel.cubin) % 64)
+    body = b"".join(bytes(record) for record in records)
+    body += b"".join(param.to_bytes(4, "little") for param in params) + table_data
+    body += bytes(header.cubins_offset - header.header_bytes - len(body)) + cubins
+    header.file_bytes = header.header_bytes + len(body)
+    header.checksum = checksum(body)
+    return bytes(header) + body
+
+
+def write_pack(path: Path, kernels: Iterable[TinyKernel], **options: object) -> Path:
+    path.write_bytes(pack_bytes(kernels, **options))  # type: ignore[arg-type]
+    return path
+
+
+def h200(**changes: float) -> native.Device:
+    attributes = {
+        "sm": 90, "sm_count": 132, "shared_per_sm": 233472, "shared_per_block": 232448,
+        "registers_per_sm": 65536, "threads_per_sm": 2048, "blocks_per_sm": 32,
+        "clock_mhz": 1980, "memory_clock_mhz": 3201, "memory_bus_bits": 6144,
+        "l2_bytes": 60 << 20, "memory_bytes": 141 << 30,
+    }  # fmt: skip
+    return native.Device(name="NVIDIA H200", **(attributes | changes))
