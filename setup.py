@@ -1,9 +1,10 @@
-"""Builds libmoonpoly_ort.so with the C++ compiler that is there. Everything else is in pyproject.toml.
+"""Builds libmoonpoly_ort.so with the C++ compiler that is there. Everything else is in
+pyproject.toml.
 
     MOONPOLY_WHEEL_PACKS=sm_80,sm_90 pip wheel --no-build-isolation --no-deps .
 
-bakes kernel packs of these architectures into the wheel (needs the `tune` extra in the environment), so
-that no session on such a GPU ever compiles.
+bakes kernel packs of these architectures into the wheel (needs the `tune` extra in the
+environment), so that no session on such a GPU ever compiles.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from setuptools.extension import Extension
 
 RUNTIME = Path("custom_ops/runtime")
 SOURCES = sorted(str(path) for path in RUNTIME.glob("*.cc"))
-FLAGS = (
-    "-std=c++17 -O2 -g1 -fPIC -shared -fvisibility=hidden -Wall -Wextra "
-    "-static-libstdc++ -static-libgcc -Wl,--no-undefined"
-).split()
+FLAGS = [
+    "-std=c++17", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra",
+    "-static-libstdc++", "-static-libgcc", "-Wl,--no-undefined",
+]  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler as a command. Leaves the build, with what to install, where there is none."""
+    """The C++ compiler as a command. Leaves the build, with what to install, if there is none."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         sys.exit(
-            f"error: moonpoly-ort runs on Linux x86-64; this is {platform.system()} {platform.machine()}."
+            f"error: moonpoly-ort runs on Linux x86-64; this is {platform.system()} "
+            f"{platform.machine()}."
         )
     named = os.environ.get("CXX", "").split()
     for command in [named] if named else [[name] for name in COMPILERS]:
@@ -66,7 +68,10 @@ class BuildRuntime(build_ext):
         command += ["-o", str(target), "-ldl", "-lpthread"]
         print(" ".join(command), flush=True)
         if status := subprocess.run(command).returncode:
-            sys.exit(f"error: the C++ compiler failed (status {status}) on the runtime library, see above.")
+            sys.exit(
+                f"error: the C++ compiler failed (status {status}) on the runtime library, see "
+                "above."
+            )
 
     def build_packs(self, architectures: list[str]) -> None:
         """Runs `moonpoly pack` of the package that was just built."""
@@ -77,7 +82,8 @@ class BuildRuntime(build_ext):
         env = os.environ | {"PYTHONPATH": str(root)}
         if status := subprocess.run(command, env=env, cwd=root).returncode:
             sys.exit(
-                f"error: building the packs {' '.join(architectures)} of MOONPOLY_WHEEL_PACKS failed "
+                f"error: building the packs {' '.join(architectures)} of MOONPOLY_WHEEL_PACKS "
+                "failed "
                 f"(status {status}). It needs the packages of the `tune` extra: with pip, add "
                 "--no-build-isolation in an environment that has them."
             )

@@ -100,12 +100,20 @@ def _foreign(what: str) -> ModelError:
 
 
 def declare(model: onnx.ModelProto, op_types: Iterable[str], opset: int) -> None:
-    """Adds to `model` the functions of `op_types` that it lacks, and what they need."""
+    """Adds to `model` the functions of `op_types` that it lacks, and what they need.
+
+    The IR version stays below 4 where initializers are graph inputs: there ONNX Runtime takes them
+    for constants, from 4 on for inputs with a default, which it does not fold. It loads functions
+    at any IR version (1.23 to 1.32), and so does onnx.checker.
+    """
     present = {entry.name for entry in model.functions if entry.domain == DOMAIN}
     for op_type in op_types:
         if op_type not in present:
             model.functions.append(function(op_type, opset))
-    model.ir_version = max(model.ir_version, MIN_IR_VERSION)
+    inputs = {info.name for info in model.graph.input}
+    constant_inputs = any(tensor.name in inputs for tensor in model.graph.initializer)
+    if not (model.ir_version < 4 and constant_inputs):
+        model.ir_version = max(model.ir_version, MIN_IR_VERSION)
     import_into(model.opset_import)
 
 

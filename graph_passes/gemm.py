@@ -1,7 +1,8 @@
 """Gemm(A, B, C?) -> ai.moonpoly.Gemm(A, B, C?)
 
 transA, transB, alpha and beta are written out on the new node, so that neither the function body
-nor a kernel has to know their defaults. C may be any shape that broadcasts to the output, or absent.
+nor a kernel has to know their defaults. C may have any shape that broadcasts to the output, or be
+absent.
 """
 
 from __future__ import annotations

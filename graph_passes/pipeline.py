@@ -39,7 +39,9 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
     wanted = set(known if rules is None else _names(rules))
     unwanted = set(_names(disable))
     if unknown := sorted((wanted | unwanted) - set(known)):
-        raise ProblemError(f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(known)}.")
+        raise ProblemError(
+            f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(known)}."
+        )
     return frozenset(wanted - unwanted)
 
 
@@ -47,9 +49,7 @@ def _names(names: Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def apply(
-    model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]
-) -> tuple[Entry, ...]:
+def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> tuple[Entry, ...]:
     """Rewrites `model` in place and says what became of each candidate.
 
     Only nodes that a rule takes are touched, apart from the functions, the opset import and the IR
@@ -127,7 +127,9 @@ def _refuse(
     if rule.name not in enabled:
         return Refusal(Reason.DISABLED, f"rule {rule.name!r} is switched off")
     if not views:
-        return Refusal(Reason.NEVER_CALLED, "its function is never called, so its types are unknown")
+        return Refusal(
+            Reason.NEVER_CALLED, "its function is never called, so its types are unknown"
+        )
     refusals = []
     for view in views:
         for attribute in node.attribute:
@@ -150,9 +152,7 @@ def _write_back(view: ir.Node, node: onnx.NodeProto, rule: Rule) -> None:
     node.op_type = view.op_type
     present = {attribute.name for attribute in node.attribute}
     node.attribute.extend(
-        ir.to_proto(attribute)
-        for name, attribute in view.attributes.items()
-        if name not in present
+        ir.to_proto(attribute) for name, attribute in view.attributes.items() if name not in present
     )
     stale = [entry for entry in node.metadata_props if entry.key == domain.RULE_KEY]
     for entry in stale:

@@ -41,7 +41,7 @@ class Entry:
         op_type: MatMul, Gemm, Conv or ConvTranspose.
         where: The graph that holds the node, e.g. `graph`, `graph/If[cond].then_branch`,
             `function my.domain.Linear`.
-        output: Name of the node's first output, unique within its graph; empty for a malformed node.
+        output: Name of the node's first output, unique in its graph; empty for a malformed node.
         rule: Name of the rule that is responsible for the node, or None where there is none.
         refusal: None if the rule took the node.
     """

@@ -57,7 +57,7 @@ class Rule(abc.ABC):
 
 
 def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
-    """Operators before opset 7 differ (Gemm had `broadcast`); those after `onnx`'s last are unknown."""
+    """Before opset 7 operators differ (Gemm had `broadcast`); after onnx's newest, who knows."""
     newest = onnx.defs.onnx_opset_version()
     if node.op_type in scope.overridden:
         return Refusal(
@@ -78,8 +78,8 @@ def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
     if _schema(node, scope.opset) != _schema(node, min(scope.body_opset, newest)):
         return Refusal(
             Reason.FUNCTION_OPSET,
-            f"the function imports ai.onnx version {scope.opset}, where {node.op_type} differs from "
-            f"that of version {scope.body_opset}, which the model imports",
+            f"its function imports ai.onnx version {scope.opset} and the model {scope.body_opset}: "
+            f"{node.op_type} differs between them",
         )
     return None
 
@@ -96,14 +96,16 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
         return _invalid("not exactly one output")
     for name, attribute in node.attributes.items():
         if name not in schema.attributes:
-            return _invalid(f"attribute {name!r} is unknown to {node.op_type}-{schema.since_version}")
-        if int(attribute.type) != int(schema.attributes[name].type.value):
+            return _invalid(
+                f"attribute {name!r} is unknown to {node.op_type}-{schema.since_version}"
+            )
+        if int(attribute.type) != int(schema.attributes[name].type):  # type: ignore[call-overload]
             return _invalid(f"attribute {name!r} is of type {attribute.type.name}")
     return None
 
 
 def refuse_dtype(node: ir.Node, scope: Scope) -> Refusal | None:
-    """All operands and the output of a product have one dtype, so one known dtype proves the rest."""
+    """Operands and output of a product have one dtype, so that one known dtype proves the rest."""
     found = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
     known = sorted(dtype for dtype in found if dtype not in (None, ir.DataType.UNDEFINED))
     if not known:
@@ -122,8 +124,10 @@ def refuse_dtype(node: ir.Node, scope: Scope) -> Refusal | None:
 
 
 def refuse_static(node: ir.Node, scope: Scope) -> Refusal | None:
-    """Constant products are folded by ONNX Runtime; static ones are tuned well by vendor libraries."""
-    activations = [value for value in node.inputs[:2] if value is not None and not is_constant(value)]
+    """ONNX Runtime folds constant products; for fixed shapes vendor libraries are well tuned."""
+    activations = [
+        value for value in node.inputs[:2] if value is not None and not is_constant(value)
+    ]
     if not activations:
         return Refusal(Reason.CONSTANT, "all operands are constant")
     if scope.static or not all(is_static(value) for value in activations):

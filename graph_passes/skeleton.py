@@ -1,27 +1,22 @@
 """A model without its weights: what type inference and onnx_ir work on.
 
-A copy of the model in which every large or external tensor has lost its payload and kept name, dtype
-and dims. So shape inference works on models of any size, no external data is read, and no weight is
-held twice. Nothing of a skeleton is ever written back but the nodes that a rule changed, hence it
-may drop what onnx_ir 1.1 cannot represent (map types, sparse tensors, training info) and everything
-that a rewrite has no need of.
+A copy of the model in which every large or external tensor has lost its payload and kept name,
+dtype and dims. So shape inference works on models of any size, no external data is read, and no
+weight is held twice. Nothing of a skeleton is ever written back but what a rule changed on a node,
+hence it may drop what onnx_ir 1.1 cannot represent: map types, sparse tensors, training info.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import onnx
-from google.protobuf.message import Message
+
+from .payload import copy_message
 
 KEPT_ELEMENTS = 1024
-"""Tensors up to this size stay: shape inference reads the operands of Reshape, Slice and the like."""
-
-_MAY_HOLD_TENSORS = {"ModelProto", "GraphProto", "NodeProto", "AttributeProto", "FunctionProto"}
-
-TensorCopier = Callable[[onnx.TensorProto, onnx.TensorProto], None]
+"""Tensors up to this size stay: shape inference reads operands of Reshape and the like."""
 
 
 def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -41,47 +36,6 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
         for node in function.node:
             _drop_unsupported(node)
     return result
-
-
-def copy_message(source: Message, target: Message, copy_tensor: TensorCopier) -> None:
-    """Copies an ONNX message of any kind into an empty one; tensors are left to `copy_tensor`."""
-    if isinstance(source, onnx.NodeProto) and not any(map(_holds_tensors, source.attribute)):
-        target.CopyFrom(source)
-        return
-    for field, value in source.ListFields():
-        kind = field.message_type
-        if kind is None or (kind.name not in _MAY_HOLD_TENSORS and kind.name != "TensorProto"):
-            _copy_field(target, field.name, value)
-            continue
-        copied: list[tuple[Any, Any]]
-        if isinstance(value, Message):
-            copied = [(value, getattr(target, field.name))]
-            copied[0][1].SetInParent()
-        else:
-            copied = [(item, getattr(target, field.name).add()) for item in value]
-        for item, copy in copied:
-            if isinstance(item, onnx.TensorProto):
-                copy_tensor(item, copy)
-            else:
-                copy_message(item, copy, copy_tensor)
-
-
-def _copy_field(target: Message, name: str, value: Any) -> None:
-    if isinstance(value, Message):
-        getattr(target, name).CopyFrom(value)
-    elif isinstance(value, int | float | str | bytes):
-        setattr(target, name, value)
-    else:
-        getattr(target, name).extend(value)
-
-
-def _holds_tensors(attribute: onnx.AttributeProto) -> bool:
-    return bool(
-        attribute.HasField("t")
-        or attribute.HasField("g")
-        or attribute.tensors
-        or attribute.graphs
-    )
 
 
 def _copy_without_payload(source: onnx.TensorProto, target: onnx.TensorProto) -> None:
@@ -105,7 +59,7 @@ def _make_placeholder(
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
-    """The graphs among a node's attributes, each with the attribute's name (and index in a list)."""
+    """The graphs among a node's attributes, each with the name of its attribute."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.name, attribute.g

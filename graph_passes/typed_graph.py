@@ -9,6 +9,7 @@ node of the main graph or of a subgraph has one.
 
 from __future__ import annotations
 
+import graphlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ import onnx_ir as ir
 
 from moonpoly_ort.errors import ModelError
 
+from .domain import is_standard
 from .skeleton import skeleton, subgraphs
 
 logger = logging.getLogger(__name__)
@@ -26,11 +28,18 @@ _ORIGIN = "moonpoly.origin"
 """In a skeleton node's metadata: the number of the node, in the order of `walk`."""
 
 _RANDOM = frozenset(
-    {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli"}
-    | {"Multinomial", "Dropout"}
+    [
+        "Bernoulli",
+        "Multinomial",
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+    ]
 )
 
 FunctionId = tuple[str, str, str]
+CallGraph = Mapping[FunctionId, set[FunctionId]]
 
 
 def walk(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.FunctionProto | None, onnx.NodeProto]]:
@@ -38,7 +47,7 @@ def walk(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.FunctionProto | Non
     for where, node in _walk_nodes("graph", model.graph.node):
         yield where, None, node
     for function in model.functions:
-        name = ".".join(filter(None, (function.domain, function.name, _overload(function))))
+        name = ".".join(filter(None, (function.domain, function.name, function.overload)))
         for where, node in _walk_nodes(f"function {name}", function.node):
             yield where, function, node
 
@@ -62,9 +71,10 @@ def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
     numbered = skeleton(model)
     for number, (_, _, node) in enumerate(walk(numbered)):
         node.metadata_props.add(key=_ORIGIN, value=str(number))
-    _refuse_recursion(numbered)
+    calls = _calls_of_functions(numbered)
+    _refuse_recursion(calls)
     ordered = _topologically_sorted(numbered)
-    views = _Views(ordered)
+    views = _Views(ordered, calls)
     views.visit(ordered)
     return views.by_origin
 
@@ -72,9 +82,10 @@ def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
 class _Views:
     """Collects the views: walks a typed graph and enters each function that it calls."""
 
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, calls: CallGraph) -> None:
         self.by_origin: dict[int, list[ir.Node]] = defaultdict(list)
         self._functions = {_function_id(function): function for function in model.functions}
+        self._calls = calls
         self._seen: set[tuple[object, ...]] = set()
 
     def visit(self, model: onnx.ModelProto) -> None:
@@ -116,7 +127,7 @@ class _Views:
         model = onnx.ModelProto(
             ir_version=onnx.IR_VERSION,
             opset_import=function.opset_import,
-            functions=self._functions.values(),
+            functions=[self._functions[name] for name in self._callees(_function_id(function))],
         )
         graph = model.graph
         graph.name = function.name
@@ -135,10 +146,19 @@ class _Views:
             _bind(node, absent, bound)
         return model
 
+    def _callees(self, caller: FunctionId) -> set[FunctionId]:
+        """All functions that `caller` needs: a model with hundreds has few below each."""
+        found: set[FunctionId] = set()
+        pending = [*self._calls[caller]]
+        while pending:
+            callee = pending.pop()
+            if callee not in found:
+                found.add(callee)
+                pending.extend(self._calls[callee])
+        return found
 
-def _bind(
-    node: onnx.NodeProto, absent: set[str], bound: Mapping[str, onnx.AttributeProto]
-) -> None:
+
+def _bind(node: onnx.NodeProto, absent: set[str], bound: Mapping[str, onnx.AttributeProto]) -> None:
     """Replaces attribute references by the call's attributes and absent inputs by empty names."""
     attributes = []
     for attribute in node.attribute:
@@ -185,8 +205,8 @@ def _deserialize(model: onnx.ModelProto) -> ir.Model:
     try:
         return ir.from_proto(model)
     except (ir.serde.SerdeError, ValueError, TypeError, KeyError) as error:
-        cause = error
-        while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # onnx_ir wraps once for each level of the graph
             cause = cause.__cause__
         raise ModelError(f"The model's graph is not valid ONNX: {cause}") from error
 
@@ -195,36 +215,36 @@ def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     """Shape inference as far as it gets; a model that it rejects keeps the types it declares."""
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
-    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError) as error:
-        logger.info("shape inference of %s failed: %s", model.graph.name or "the model", error)
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError) as e:
+        logger.info("shape inference of %s failed: %s", model.graph.name or "the model", e)
         return model
 
 
-def _refuse_recursion(model: onnx.ModelProto) -> None:
-    """Functions may not call themselves; inlining and inference would never end."""
+def _calls_of_functions(model: onnx.ModelProto) -> CallGraph:
     calls: dict[FunctionId, set[FunctionId]] = {
         _function_id(function): set() for function in model.functions
     }
     for _, function, node in walk(model):
-        callee = (node.domain, node.op_type, _overload(node))
+        callee = (node.domain, node.op_type, node.overload)
         if function is not None and callee in calls:
             calls[_function_id(function)].add(callee)
-    while leaves := [caller for caller, callees in calls.items() if not callees]:
-        for leaf in leaves:
-            del calls[leaf]
-        for callees in calls.values():
-            callees.difference_update(leaves)
-    if calls:
-        names = ", ".join(sorted(f"{domain}.{name}" for domain, name, _ in calls))
-        raise ModelError(f"Functions of the model call themselves, which ONNX forbids: {names}")
+    return calls
+
+
+def _refuse_recursion(calls: CallGraph) -> None:
+    """Functions may not call themselves: inlining and inference would never end."""
+    try:
+        tuple(graphlib.TopologicalSorter(calls).static_order())
+    except graphlib.CycleError as error:
+        names = ", ".join(sorted({f"{domain}.{name}" for domain, name, _ in error.args[1]}))
+        raise ModelError(
+            f"Functions of the model call themselves, which ONNX forbids: {names}"
+        ) from error
 
 
 def _function_id(function: onnx.FunctionProto) -> FunctionId:
-    return function.domain, function.name, _overload(function)
-
-
-def _overload(message: onnx.FunctionProto | onnx.NodeProto) -> str:
-    return str(message.overload)
+    domain = "" if is_standard(function.domain) else function.domain
+    return domain, function.name, function.overload
 
 
 def is_constant(value: ir.Value) -> bool:
@@ -242,12 +262,18 @@ def is_constant(value: ir.Value) -> bool:
         if producer is None:
             if not current.is_initializer() or current.is_graph_input():
                 return False
-        elif producer.domain or producer.op_type in _RANDOM or any(map(_is_graph, producer.attributes.values())):
+        elif not _is_foldable(producer):
             return False
         else:
             pending.extend(operand for operand in producer.inputs if operand is not None)
     return True
 
 
-def _is_graph(attribute: ir.Attr) -> bool:
-    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+def _is_foldable(node: ir.Node) -> bool:
+    """Whether the outputs follow from the inputs, and ai.onnx says how."""
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return (
+        not node.domain
+        and node.op_type not in _RANDOM
+        and all(attribute.type not in graphs for attribute in node.attributes.values())
+    )

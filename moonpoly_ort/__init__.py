@@ -4,8 +4,8 @@
     moonpoly_ort.rewrite("model.onnx", "fast.onnx")
     session = moonpoly_ort.InferenceSession("model.onnx", providers=["CUDAExecutionProvider"])
 
-Everything here is loaded at first use: importing the package needs no GPU, no Triton, no torch and no
-onnxruntime.
+Everything here is loaded at first use: importing the package needs no GPU, no Triton, no torch and
+no onnxruntime.
 """
 
 from __future__ import annotations

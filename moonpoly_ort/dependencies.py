@@ -1,4 +1,6 @@
-"""Optional packages: imported when something needs them, with what to install where they are missing."""
+"""Optional packages: imported when something needs them, with what to install where they are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,15 @@ from types import ModuleType
 from .errors import MissingDependencyError
 
 _INSTALL = {
-    "onnxruntime": '`pip install "moonpoly-ort[cpu]"`, or "moonpoly-ort[gpu]" on a machine with an NVIDIA GPU',
+    "onnxruntime": '`pip install "moonpoly-ort[cpu]"`, or "moonpoly-ort[gpu]" for an NVIDIA GPU',
     "triton": '`pip install "moonpoly-ort[tune]"`',
     "torch": "`pip install torch` (a CPU build is enough)",
 }
 
 
 def load(package: str, purpose: str) -> ModuleType:
-    """The imported package. Raises `MissingDependencyError` that says what needs it and how to get it.
+    """The imported package. Raises `MissingDependencyError` that says what needs it and how to get
+    it.
 
     `purpose` completes the sentence "... needs onnxruntime", e.g. "running a model".
     """

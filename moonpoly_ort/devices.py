@@ -1,8 +1,8 @@
 """Attributes of known GPUs by name, so that plans can be explained for a GPU that is not here.
 
-The numbers are those the CUDA driver reports for the device (clock: the highest boost clock) and the
-vendor's data sheet for the peak bandwidth. A GPU that is present is asked itself
-(`native.query_device`); this list is never used for it.
+The numbers are those the CUDA driver reports for the device (clock: the highest boost clock) and
+the vendor's data sheet for the peak bandwidth. A GPU that is present is asked itself
+(`native.device_query`); this list is never used for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class Architecture:
-    """Per-SM limits of one compute capability (CUDA C++ Programming Guide, technical specifications)."""
+    """Per-SM limits of one compute capability (CUDA C++ Programming Guide, technical
+    specifications).
+    """
 
     shared_per_sm: int  # bytes
     shared_per_block: int  # bytes, opt-in limit
@@ -66,7 +68,8 @@ GPUS = (
     GPU("RTX 3090", "NVIDIA GeForce RTX 3090", 86, 82, 1695, 9751, 384, 936, 6, 24576),
     GPU("L4", "NVIDIA L4", 89, 58, 2040, 6251, 192, 300, 48, 23034),
     GPU("L40S", "NVIDIA L40S", 89, 142, 2520, 9001, 384, 864, 96, 46068),
-    GPU("RTX 4060 Laptop", "NVIDIA GeForce RTX 4060 Laptop GPU", 89, 24, 2370, 8001, 128, 256, 32, 8188),
+    GPU("RTX 4060 Laptop", "NVIDIA GeForce RTX 4060 Laptop GPU", 89, 24, 2370, 8001, 128,
+        256, 32, 8188),
     GPU("RTX 4090", "NVIDIA GeForce RTX 4090", 89, 128, 2520, 10501, 384, 1008, 72, 24564),
     GPU("H100", "NVIDIA H100 80GB HBM3", 90, 132, 1980, 2619, 5120, 3352, 50, 81559),
     GPU("H100-PCIE", "NVIDIA H100 PCIe", 90, 114, 1755, 1593, 5120, 2039, 50, 81559),
@@ -96,7 +99,8 @@ def find(name: str) -> GPU:
     if gpu is None:
         known = ", ".join(g.alias for g in GPUS)
         raise DeviceError(
-            f"unknown GPU {name!r}. Known: {known} (or the exact device name, such as {GPUS[0].name!r})."
+            f"unknown GPU {name!r}. Known: {known} (or the exact device name, such as "
+            f"{GPUS[0].name!r})."
         )
     return gpu
 
@@ -108,7 +112,7 @@ def lookup(name: str) -> Device:
     gpu = find(name)
     arch = ARCHITECTURES[gpu.sm]
     return Device(
-        name=gpu.name.encode(),
+        name=gpu.name,
         sm=gpu.sm,
         sm_count=gpu.sm_count,
         shared_per_sm=arch.shared_per_sm,

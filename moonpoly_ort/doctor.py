@@ -5,6 +5,7 @@ Nothing here raises: what cannot be found out becomes a problem, with what to do
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
-from . import devices
 from .errors import MoonPolyError
 
 PACKAGES = ("moonpoly-ort", "onnx", "onnx-ir", "numpy", "triton", "torch")
@@ -69,31 +69,38 @@ def _version(package: str) -> str | None:
 
 def _onnxruntime(found: Diagnosis) -> None:
     names = (str(dist.metadata["Name"]) for dist in distributions())
-    flavours = sorted({n.lower() for n in names if n and n.lower().startswith(RUNTIMES)} - {"onnxruntime-extensions"})
+    flavours = sorted(
+        {n.lower() for n in names if n and n.lower().startswith(RUNTIMES)}
+        - {"onnxruntime-extensions"}
+    )
     found.onnxruntime = {"flavours": flavours, "version": None, "providers": []}
     if len(flavours) > 1:
         found.problems.append(
-            f"{' and '.join(flavours)} are installed over each other: uninstall all of them, then install one."
+            f"{' and '.join(flavours)} are installed over each other: uninstall all of them, then "
+            "install one."
         )
     from .dependencies import load
 
     with found.checking("onnxruntime"):
         ort = load("onnxruntime", "running models")
-        found.onnxruntime |= {"version": ort.__version__, "providers": ort.get_available_providers()}
+        found.onnxruntime |= {
+            "version": ort.__version__,
+            "providers": ort.get_available_providers(),
+        }
 
 
 def _library(found: Diagnosis) -> None:
-    from . import native
+    from . import native, packs
 
     with found.checking("runtime library"):
         path = native.library_path()
-        found.library = {"path": str(path), "api_version": native.api_version()}
+        found.library = {"path": str(path), "api_version": native.API_VERSION}
         for ordinal in range(native.device_count()):
             device = native.device_query(ordinal)
             found.gpus.append(
                 {
                     "ordinal": ordinal,
-                    "name": device.name.decode(),
+                    "name": device.name,
                     "sm": device.sm,
                     "sm_count": device.sm_count,
                     "clock_mhz": device.clock_mhz,
@@ -101,25 +108,39 @@ def _library(found: Diagnosis) -> None:
                     "memory_bytes": device.memory_bytes,
                 }
             )
-            if device.sm not in devices.ARCHITECTURES:
-                found.problems.append(
-                    f"GPU {ordinal}: there are no kernels for sm_{device.sm}, only for "
-                    f"{', '.join(f'sm_{sm}' for sm in devices.ARCHITECTURES)}."
-                )
+            with found.checking(f"GPU {ordinal}"):
+                packs.pack_name(device.sm)
     if found.gpus and "CUDAExecutionProvider" not in found.onnxruntime["providers"]:
         found.problems.append(
-            'there is a GPU, but this onnxruntime has no CUDAExecutionProvider: install "moonpoly-ort[gpu]".'
+            "there is a GPU, but this onnxruntime has no CUDAExecutionProvider: install "
+            '"moonpoly-ort[gpu]" in its place.'
         )
 
 
 def _packs(found: Diagnosis) -> None:
     from . import packs
+    from .custom_ops.kernels import compiling, pack_format
 
-    found.pack_folders = [str(folder) for folder in packs.folders()]
-    for folder in packs.folders():
-        for path in sorted(Path(folder).glob("sm_*.mpk")):
-            with found.checking("pack"):
-                found.packs.append(packs.describe(path))
+    folders = [Path(__file__).parent / "packs", packs.cache_dir()]
+    found.pack_folders = [str(folder) for folder in folders]
+    names = [packs.pack_name(sm) for sm in packs.supported_architectures()]
+    paths = [path for folder in folders for name in names if (path := folder / name).exists()]
+    if named := os.environ.get("MOONPOLY_PACK"):
+        paths.insert(0, Path(named))
+    for path in paths:
+        with found.checking("pack"):
+            info = pack_format.read_info(path)
+            found.packs.append(
+                {
+                    "path": str(path),
+                    "sm": info.sm,
+                    "kernels": info.kernel_count,
+                    "bytes": info.file_bytes,
+                    "triton": info.triton,
+                    "key": info.key,
+                    "fresh": info.key == compiling.content_key(info.sm, info.triton),
+                }
+            )
 
 
 def _tables(found: Diagnosis) -> None:
@@ -131,11 +152,17 @@ def _tables(found: Diagnosis) -> None:
             with found.checking("table"):
                 table = tables.load(path)
                 found.tables.append(
-                    {"path": str(path), "gpu": table.gpu, "kernels": len(table.costs), "date": table.date}
+                    {
+                        "path": str(path),
+                        "gpu": table.gpu,
+                        "kernels": len(table.costs),
+                        "date": table.date,
+                    }
                 )
     measured = {table["gpu"] for table in found.tables}
     for gpu in found.gpus:
-        if gpu["sm"] in devices.ARCHITECTURES and gpu["name"] not in measured:
+        if gpu["name"] not in measured:
             found.problems.append(
-                f"no performance table for {gpu['name']}: plans use the analytic model, which is less exact."
+                f"no performance table for {gpu['name']}: plans use the analytic model, which is "
+                "less exact."
             )

@@ -15,10 +15,10 @@ from pathlib import Path, PurePath
 from typing import IO
 
 import onnx
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
 from .errors import ModelError, OutputError
-from .graph_passes.skeleton import copy_message
+from .graph_passes.payload import copy_message, tensors
 
 PROTOBUF_LIMIT = 2**31 - 2**26
 """Payload above which a model is written with external data: 2 GB less room for the graph."""
@@ -85,7 +85,7 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
         model.ParseFromString(data)
     except DecodeError as error:
         hint = (
-            " It is larger than 2 GB, which no ONNX file can be: store the weights as external data."
+            " No ONNX file can exceed 2 GB: larger models store their weights as external data."
             if len(data) >= 2**31
             else ""
         )
@@ -102,26 +102,12 @@ def _refuse_empty(model: onnx.ModelProto, what: str) -> None:
     if model.ir_version <= 0 or not model.HasField("graph"):
         raise ModelError(
             f"{what} is not an ONNX model: it has no "
-            f"{'graph' if model.ir_version > 0 else 'IR version'}. Accepted is an ONNX ModelProto in "
-            "binary form, as onnx.save writes it."
+            f"{'graph' if model.ir_version > 0 else 'IR version'}. Accepted is an ONNX ModelProto "
+            "in binary form, as onnx.save writes it."
         )
 
 
-def tensors(message: Message) -> Iterator[onnx.TensorProto]:
-    """Every tensor of a model: initializers, attributes, subgraphs and functions."""
-    if isinstance(message, onnx.TensorProto):
-        yield message
-        return
-    for field, value in message.ListFields():
-        if field.message_type is None:
-            continue
-        for item in [value] if isinstance(value, Message) else value:
-            yield from tensors(item)
-
-
-def write(
-    source: Source, output: str | os.PathLike[str], *, overwrite: bool = False
-) -> Path:
+def write(source: Source, output: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Writes a model and, into the same folder, the external data that it refers to.
 
     Data files keep their names, so in the source's own folder they serve both models. A model whose
@@ -141,39 +127,51 @@ def write(
     """
     target = Path(output)
     data_files = _data_files(source)
-    _refuse_target(target, source, data_files)
-    with _Staging() as staging:
-        for location, data in data_files.items():
-            copy = target.parent / location
-            if _same_file(copy, target):
-                raise OutputError(
-                    f"The output {str(target)!r} has the name of a data file of the model "
-                    f"({location!r}). Choose another name."
-                )
-            if copy.exists():
-                if _same_file(copy, data) or _same_content(copy, data):
-                    continue
-                if not overwrite:
-                    raise OutputError(
-                        f"{str(copy)!r} exists and differs from the model's data file of that name. "
-                        "Choose an empty folder, or pass overwrite=True to replace it."
-                    )
-            with open(data, "rb") as reader, staging.open(copy) as writer:
-                _copy_sparse(reader, writer)
-        model = source.model
-        if sum(len(tensor.raw_data) for tensor in tensors(model)) > PROTOBUF_LIMIT:
-            name = f"{target.name}.data"
-            while name in data_files:
-                name += ".data"
-            with staging.open(target.with_name(name)) as writer:
-                model = _externalized(model, name, writer)
-        with staging.open(target) as writer:
-            try:
-                writer.write(model.SerializeToString())
-            except (ValueError, Message.EncodeError if hasattr(Message, "EncodeError") else ValueError) as error:
-                raise OutputError(f"The model cannot be serialized: {error}") from error
-        staging.commit()
+    try:
+        _refuse_target(target, source, data_files)
+        with _Staging() as staging:
+            for location, data in data_files.items():
+                _stage_data(staging, data, target.parent / location, target, overwrite)
+            _stage_model(staging, source.model, target, set(data_files))
+            staging.commit()
+    except OSError as error:
+        raise OutputError(f"Cannot write {str(target)!r}: {error}.") from error
     return target
+
+
+def _stage_data(staging: _Staging, data: Path, copy: Path, target: Path, overwrite: bool) -> None:
+    if _same_file(copy, target):
+        raise OutputError(
+            f"The output {str(target)!r} has the name of a data file of the model. Choose another "
+            "name."
+        )
+    if copy.exists():
+        if _same_file(copy, data) or _same_content(copy, data):
+            return
+        if not overwrite:
+            raise OutputError(
+                f"{str(copy)!r} exists and differs from the model's data file of that name. Choose "
+                "an empty folder, or pass overwrite=True to replace it."
+            )
+    with open(data, "rb") as reader, staging.open(copy) as writer:
+        _copy_sparse(reader, writer)
+
+
+def _stage_model(
+    staging: _Staging, model: onnx.ModelProto, target: Path, locations: set[str]
+) -> None:
+    if sum(len(tensor.raw_data) for tensor in tensors(model)) > PROTOBUF_LIMIT:
+        name = f"{target.name}.data"
+        while name in locations:
+            name += ".data"
+        with staging.open(target.with_name(name)) as writer:
+            model = _externalized(model, name, writer)
+    try:
+        data = model.SerializeToString()
+    except (EncodeError, ValueError) as error:
+        raise OutputError(f"The model cannot be serialized: {error}") from error
+    with staging.open(target) as writer:
+        writer.write(data)
 
 
 def _data_files(source: Source) -> dict[str, Path]:
@@ -192,14 +190,14 @@ def _data_files(source: Source) -> dict[str, Path]:
             ) from error
         if not location or PurePath(location).is_absolute() or ".." in PurePath(location).parts:
             raise ModelError(
-                f"Tensor {tensor.name!r} has its data in {location!r}; accepted are paths inside the "
-                "model's folder."
+                f"Tensor {tensor.name!r} has its data in {location!r}; accepted are paths inside "
+                "the model's folder."
             )
         needed[location] = max(needed.get(location, 0), end)
     if needed and source.folder is None:
         raise ModelError(
-            f"The model has external data ({', '.join(sorted(needed))}) and was not given as a path, "
-            "so its place is unknown. Pass base_dir, the folder that holds it."
+            f"The model has external data ({', '.join(sorted(needed))}) and was not given as a "
+            "path, so its place is unknown. Pass base_dir, the folder that holds it."
         )
     files = {location: Path(source.folder or "") / location for location in sorted(needed)}
     for location, path in files.items():
@@ -220,7 +218,9 @@ def _data_files(source: Source) -> dict[str, Path]:
 
 def _refuse_target(target: Path, source: Source, data_files: dict[str, Path]) -> None:
     if not target.parent.is_dir():
-        raise OutputError(f"The folder of the output {str(target)!r} does not exist. Create it first.")
+        raise OutputError(
+            f"The folder of the output {str(target)!r} does not exist. Create it first."
+        )
     if target.is_dir() or not target.name:
         raise OutputError(f"The output {str(target)!r} is a folder; a file name is needed.")
     if source.path is not None and _same_file(target, source.path):
@@ -264,10 +264,11 @@ def _copy_sparse(reader: IO[bytes], writer: IO[bytes]) -> None:
             if error.errno != errno.ENXIO:  # ENXIO: nothing but a hole up to the end
                 raise
             break
-        reader.seek(start)
         writer.seek(start)
         while start < end:
-            block = reader.read(min(_CHUNK, end - start))
+            block = os.pread(reader.fileno(), min(_CHUNK, end - start), start)
+            if not block:
+                raise OSError(errno.EIO, "the data file shrank while it was copied", reader.name)
             writer.write(block)
             start += len(block)
         position = end
@@ -278,22 +279,23 @@ def _externalized(model: onnx.ModelProto, location: str, writer: IO[bytes]) -> o
     """A copy of `model` whose large tensors lie in `writer`, one after the other."""
 
     def move(tensor: onnx.TensorProto, copy: onnx.TensorProto) -> None:
-        if len(tensor.raw_data) < _EXTERNAL_BYTES:
+        data = tensor.raw_data  # protobuf copies it at each access
+        if len(data) < _EXTERNAL_BYTES:
             copy.CopyFrom(tensor)
             return
         writer.write(bytes(-writer.tell() % _ALIGNMENT))
-        for field, value in tensor.ListFields():
-            if field.name == "dims":
-                copy.dims.extend(value)
-            elif field.name == "metadata_props":
-                copy.metadata_props.extend(value)
-            elif field.name != "raw_data":
-                setattr(copy, field.name, value)
+        copy.name, copy.data_type, copy.doc_string = (
+            tensor.name,
+            tensor.data_type,
+            tensor.doc_string,
+        )
+        copy.dims.extend(tensor.dims)
+        copy.metadata_props.extend(tensor.metadata_props)
         copy.data_location = onnx.TensorProto.EXTERNAL
         copy.external_data.add(key="location", value=location)
         copy.external_data.add(key="offset", value=str(writer.tell()))
-        copy.external_data.add(key="length", value=str(len(tensor.raw_data)))
-        writer.write(tensor.raw_data)
+        copy.external_data.add(key="length", value=str(len(data)))
+        writer.write(data)
 
     result = onnx.ModelProto()
     copy_message(model, result, move)
@@ -301,7 +303,7 @@ def _externalized(model: onnx.ModelProto, location: str, writer: IO[bytes]) -> o
 
 
 class _Staging:
-    """Files written under temporary names; `commit` renames them, leaving without it removes them."""
+    """Files written under temporary names: `commit` renames them, else they are removed."""
 
     def __init__(self) -> None:
         self._files: list[tuple[Path, Path]] = []
@@ -315,20 +317,13 @@ class _Staging:
 
     @contextlib.contextmanager
     def open(self, target: Path) -> Iterator[IO[bytes]]:
+        target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with open(aside, "xb") as file:
-                self._files.append((aside, target))
-                yield file
-        except OSError as error:
-            raise OutputError(f"Cannot write {str(target)!r}: {error.strerror or error}.") from error
+        with open(aside, "xb") as file:
+            self._files.append((aside, target))
+            yield file
 
     def commit(self) -> None:
         while self._files:
-            aside, target = self._files[0]
-            try:
-                os.replace(aside, target)
-            except OSError as error:
-                raise OutputError(f"Cannot write {str(target)!r}: {error.strerror}.") from error
+            os.replace(*self._files[0])
             del self._files[0]

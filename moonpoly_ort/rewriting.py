@@ -19,6 +19,7 @@ import onnx
 
 from . import model_files
 from .graph_passes import pipeline
+from .graph_passes.payload import tensors
 from .graph_passes.report import Entry, Reason, Refusal
 
 __all__ = ["Entry", "Reason", "Refusal", "RewriteResult", "RuleInfo", "list_rules", "rewrite"]
@@ -66,8 +67,7 @@ class RewriteResult:
     def has_external_data(self) -> bool:
         """Whether some of the weights are in other files."""
         return any(
-            tensor.data_location == onnx.TensorProto.EXTERNAL
-            for tensor in model_files.tensors(self.model)
+            tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in tensors(self.model)
         )
 
     @property

@@ -1,4 +1,5 @@
-"""A drop-in `onnxruntime.InferenceSession` that rewrites the model and runs it on MoonPoly's kernels.
+"""A drop-in `onnxruntime.InferenceSession` that rewrites the model and runs it on MoonPoly's
+kernels.
 
 Where a CUDA provider and a GPU are there, the custom op library is registered. Elsewhere it is not:
 ONNX Runtime then inlines the body of every `ai.moonpoly` op and runs its own kernels.
@@ -16,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import dependencies, devices, native
+from . import dependencies, native
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
 
 if TYPE_CHECKING:
-    from .rewriting import Report
+    from .rewriting import Entry
 
 ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
@@ -28,6 +29,7 @@ Backend = Literal["auto", "cuda", "interpreter"]
 Precision = Literal["tf32", "ieee"]
 
 CUDA = "CUDAExecutionProvider"
+INTERPRETED_SM = 90  # the richest kernel list
 FOLDER = "session.model_external_initializers_file_folder_path"
 
 log = logging.getLogger("moonpoly_ort")
@@ -42,8 +44,8 @@ class Registration:
     pack: str
 
 
-# Options cannot be copied or unregistered, and registering twice fails inside ONNX Runtime, so that the
-# state of every options object is kept here for as long as it lives.
+# Options cannot be copied or unregistered, and registering twice fails inside ONNX Runtime, so that
+# the state of every options object is kept here for as long as it lives.
 _registered: weakref.WeakKeyDictionary[Any, Registration] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 _said: set[str] = set()
@@ -67,14 +69,15 @@ def register(
 ) -> bool:
     """Registers the custom op library on `session_options`, for models that are already rewritten.
 
-    Every session made from these options must then use the CUDA provider (backend `interpreter`: the CPU
-    provider): a registered op is never inlined.
+    Every session made from these options must then use the CUDA provider (backend `interpreter`:
+    the CPU provider): a registered op is never inlined.
 
     Args:
         session_options: an `onnxruntime.SessionOptions`.
         backend: `auto` registers where ONNX Runtime has CUDA and there is a GPU of a supported
-            architecture with a pack, and otherwise does nothing, with one warning in the log; `cuda` is an
-            error there; `interpreter` runs the kernels in Triton's interpreter on the CPU (slow).
+            architecture with a pack, and otherwise does nothing, with one warning in the log;
+            `cuda` is an error there; `interpreter` runs the kernels in Triton's interpreter on the
+            CPU (slow).
         precision: how fp32 is multiplied: `tf32` as ONNX Runtime's CUDA provider does, or `ieee`.
         pack: a kernel pack (see `moonpoly pack`); by default it is found, or built into the cache.
         device_id: the GPU that the session will use.
@@ -92,7 +95,8 @@ def register(
     with _lock:
         if session_options in _registered:
             raise RegistrationError(
-                f"the library is already registered on these SessionOptions, as {_registered[session_options]}. "
+                "the library is already registered on these SessionOptions, as "
+                f"{_registered[session_options]}. "
                 "Register once, or make new SessionOptions for other settings."
             )
         _register(session_options, wanted)
@@ -105,7 +109,8 @@ def _register(options: Any, wanted: Registration) -> None:
         return
     if present is not None:
         raise RegistrationError(
-            f"these SessionOptions have the library registered as {present}, and this session wants {wanted}. "
+            f"these SessionOptions have the library registered as {present}, and this session "
+            f"wants {wanted}. "
             "Make new SessionOptions: a registration cannot be changed."
         )
     options.add_session_config_entry("moonpoly.backend", wanted.backend)
@@ -121,14 +126,16 @@ def _register(options: Any, wanted: Registration) -> None:
 def _resolve(
     backend: str, precision: str, pack: str | os.PathLike[str] | None, device_id: int
 ) -> Registration | None:
-    """The registration for this machine; None, said once, where `auto` leaves the ops to ONNX Runtime."""
+    """The registration for this machine; None, said once, where `auto` leaves the ops to ONNX
+    Runtime.
+    """
     _check("backend", backend, ("auto", "cuda", "interpreter"))
     _check("precision", precision, ("tf32", "ieee"))
     if backend == "interpreter":
         from . import interpreter, packs
 
         interpreter.install()
-        return Registration(backend, precision, os.fspath(pack or packs.catalog_path(90)))
+        return Registration(backend, precision, os.fspath(pack or packs.catalog(INTERPRETED_SM)))
     try:
         return Registration("cuda", precision, _pack_for_device(pack, device_id))
     except MoonPolyError as error:
@@ -147,7 +154,8 @@ def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str
     """The pack for one GPU, found or built. Raises what says why this machine cannot use one."""
     if CUDA not in ort.get_available_providers():
         raise DeviceError(
-            f"this onnxruntime {ort.__version__} has no {CUDA}. On a machine with an NVIDIA GPU install "
+            f"this onnxruntime {ort.__version__} has no {CUDA}. On a machine with an NVIDIA GPU "
+            "install "
             '"moonpoly-ort[gpu]" in place of onnxruntime.'
         )
     count = native.device_count()
@@ -156,26 +164,22 @@ def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str
             f"there is no GPU {device_id}: the CUDA driver offers {count} device(s). "
             "`moonpoly doctor` shows what it found."
         )
-    device = native.device_query(device_id)
-    if device.sm not in devices.ARCHITECTURES:
-        raise DeviceError(
-            f"GPU {device_id}, {device.name.decode()}, is of architecture sm_{device.sm}; there are kernels for "
-            f"{', '.join(f'sm_{sm}' for sm in devices.ARCHITECTURES)}."
-        )
-    if pack is not None:
-        return os.fspath(pack)
     from . import packs
+    from .progress import progress
 
-    return os.fspath(packs.ensure_pack(device.sm))
+    sm = native.device_query(device_id).sm
+    with progress(f"building kernels for sm_{sm}") as report:
+        return os.fspath(packs.ensure_pack(sm, pack, progress=report))
 
 
 class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
     """`onnxruntime.InferenceSession` with the model's matrix products on MoonPoly's kernels.
 
-    Takes what the base class takes and returns what it returns. The keyword arguments below are added.
+    Takes what the base class takes and returns what it returns. The keyword arguments below are
+    added.
 
-    `sess_options` are used as they are: where a CUDA provider is used, the library gets registered on
-    them (they can serve several sessions, with the same `precision` and `pack`).
+    `sess_options` are used as they are: where a CUDA provider is used, the library gets registered
+    on them (they can serve several sessions, with the same `precision` and `pack`).
 
     Args:
         backend, precision, pack: as for `register`.
@@ -183,10 +187,11 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
 
     Attributes:
         moonpoly_report: the report of the rewrite, None where nothing was rewritten.
-        moonpoly_backend: `cuda`, `interpreter`, or `onnxruntime` where the library is not registered.
+        moonpoly_backend: `cuda`, `interpreter`, or `onnxruntime` where the library is not
+        registered.
     """
 
-    moonpoly_report: Report | None
+    moonpoly_report: tuple[Entry, ...] | None
     moonpoly_backend: str
 
     def __init__(
@@ -217,7 +222,9 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         _, _, backend, precision, _, pack, _ = self._moonpoly
         device_id = _cuda_device(providers, provider_options)
         if backend == "cuda" and device_id is None:
-            raise ArgumentError(f"backend='cuda' needs {CUDA!r} among the providers, not {providers!r}")
+            raise ArgumentError(
+                f"backend='cuda' needs {CUDA!r} among the providers, not {providers!r}"
+            )
         registration = None
         if backend == "interpreter" or device_id is not None:
             registration = _resolve(backend, precision, pack, device_id or 0)
@@ -230,19 +237,24 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         except Exception as error:
             if registration is None or not _no_kernel(error):
                 raise
-            message = f"the provider of the `ai.moonpoly` kernels did not start (backend {registration.backend})"
+            message = "the execution provider of the `ai.moonpoly` kernels did not start"
             if backend != "auto":
-                raise DeviceError(f"{message}; ONNX Runtime's log above says why. {error}") from error
+                raise DeviceError(
+                    f"{message}; ONNX Runtime's log above says why. {error}"
+                ) from error
             _say_once(f"running on ONNX Runtime's own kernels: {message}; its log says why.")
             self._load(providers, provider_options, None)
 
-    def _load(self, providers: Any, provider_options: Any, registration: Registration | None) -> None:
+    def _load(
+        self, providers: Any, provider_options: Any, registration: Registration | None
+    ) -> None:
         source, given, _, _, rewrite, _, kwargs = self._moonpoly
         options = ort.SessionOptions() if given is None else given
         with _lock if given is not None else threading.Lock():
             if registration is not None:
                 _register(options, registration)
-            # Registered ops are never inlined: with such options only the untouched model runs elsewhere.
+            # Registered ops are never inlined: with such options only the untouched model runs
+            # elsewhere.
             untouched = registration is None and options in _registered
             model, folder, self.moonpoly_report = source, None, None
             if rewrite and not untouched and not _is_ort_format(source):
@@ -253,8 +265,10 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
             except Exception as error:
                 if untouched and _no_kernel(error):
                     raise RegistrationError(
-                        "the model is already rewritten, and these SessionOptions have the library registered "
-                        f"for {_registered[options].backend}, which this session does not use. Make new "
+                        "the model is already rewritten, and these SessionOptions have the library "
+                        "registered "
+                        f"for {_registered[options].backend}, which this session does not use. "
+                        "Make new "
                         "SessionOptions for it."
                     ) from error
                 raise
@@ -285,12 +299,16 @@ def _is_ort_format(source: str | bytes | os.PathLike[str]) -> bool:
     return os.fspath(source).endswith(".ort")
 
 
-def _rewritten(source: str | bytes | os.PathLike[str]) -> tuple[bytes, Path | None, Report]:
-    """The rewritten graph, the folder of its external data (for a model from a path), and the report."""
+def _rewritten(
+    source: str | bytes | os.PathLike[str],
+) -> tuple[bytes, Path | None, tuple[Entry, ...]]:
+    """The rewritten graph, the folder of its external data if it has some there, and the report."""
     from .rewriting import rewrite
 
     result = rewrite(source)
-    folder = None if isinstance(source, bytes) else Path(source).absolute().parent
+    folder = None
+    if result.base_dir is not None and result.has_external_data:
+        folder = result.base_dir.absolute()
     return result.model.SerializeToString(), folder, result.report
 
 

@@ -1,8 +1,8 @@
 """The input shapes of chosen nodes when a model runs at given sizes.
 
-Shape inference with all sizes put in answers most of it. What it leaves open (data-dependent shapes,
-ops of other domains) is read off one run in ONNX Runtime's CPU provider with its profiler on, which
-records the shapes of every node, those in subgraphs included.
+Shape inference with all sizes put in answers most of it. What it leaves open (data-dependent
+shapes, ops of other domains) is read off one run in ONNX Runtime's CPU provider with its profiler
+on, which records the shapes of every node, those in subgraphs included.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _marked(name: str) -> int | None:
 
 
 def feeds(model: ModelProto, sizes: Sizes, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Inputs of the given sizes: seeded standard normal floats, zeros for integers, True for booleans.
+    """Inputs of the given sizes: seeded standard normal floats, zeros for integers, True for
+    booleans.
 
     Raises `InputError` where a size is missing, unknown or does not fit.
     """
@@ -73,7 +74,11 @@ def feeds(model: ModelProto, sizes: Sizes, seed: int = 0) -> dict[str, np.ndarra
             continue
         dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
         floating = dtype.kind == "f" or dtype.name == "bfloat16"
-        array = generator.standard_normal(shapes[info.name]) if floating else np.zeros(shapes[info.name])
+        array = (
+            generator.standard_normal(shapes[info.name])
+            if floating
+            else np.zeros(shapes[info.name])
+        )
         values[info.name] = (array if dtype != np.bool_ else array == 0).astype(dtype)
     return values
 
@@ -82,11 +87,14 @@ def input_shapes(model: ModelProto, sizes: Sizes) -> dict[str, Shape]:
     """The concrete shape of every graph input. Raises `InputError`, which names what is missing."""
     inputs = _inputs(model)
     names = {info.name for info in inputs}
-    symbols = {dim.dim_param for info in inputs for dim in info.type.tensor_type.shape.dim if dim.dim_param}
+    symbols = {
+        dim.dim_param for info in inputs for dim in info.type.tensor_type.shape.dim if dim.dim_param
+    }
     if unknown := sorted(sizes.keys() - names - symbols):
         raise InputError(
             f"the model has no input and no symbolic dimension named {unknown[0]!r}. "
-            f"Inputs: {', '.join(sorted(names)) or 'none'}; dimensions: {', '.join(sorted(symbols)) or 'none'}."
+            f"Inputs: {', '.join(sorted(names)) or 'none'}; dimensions: "
+            f"{', '.join(sorted(symbols)) or 'none'}."
         )
     return {info.name: _input_shape(info, sizes) for info in inputs}
 
@@ -98,24 +106,36 @@ def _input_shape(info: ValueInfoProto, sizes: Sizes) -> Shape:
     declared = list(tensor.shape.dim) if tensor.HasField("shape") else None
     given = sizes.get(info.name)
     if given is not None and not isinstance(given, int):
-        shape = tuple(given.shape) if isinstance(given, np.ndarray) else tuple(int(size) for size in given)
+        shape = (
+            tuple(given.shape)
+            if isinstance(given, np.ndarray)
+            else tuple(int(size) for size in given)
+        )
         if declared is not None and len(shape) != len(declared):
-            raise InputError(f"input {info.name!r} has rank {len(declared)}, and {list(shape)} was given")
+            raise InputError(
+                f"input {info.name!r} has rank {len(declared)}, and {list(shape)} was given"
+            )
         for i, dim in enumerate(declared or ()):
             if dim.HasField("dim_value") and dim.dim_value >= 0 and dim.dim_value != shape[i]:
                 raise InputError(
-                    f"dimension {i} of input {info.name!r} is {dim.dim_value}, and {list(shape)} was given"
+                    f"dimension {i} of input {info.name!r} is {dim.dim_value}, and {list(shape)} "
+                    "was given"
                 )
         return shape
     if declared is None:
         raise InputError(f"input {info.name!r} has no rank in the model: give its whole shape")
     shape = ()
     for i, dim in enumerate(declared):
-        size: Any = dim.dim_value if dim.HasField("dim_value") else sizes.get(dim.dim_param)
-        if size is None or size == -1:
-            what = f"symbolic dimension {dim.dim_param!r}" if dim.dim_param else f"unnamed dimension {i}"
-            how = "a size for it or " if dim.dim_param else ""
-            raise InputError(f"{what} of input {info.name!r} has no size: give {how}the input's whole shape")
+        fixed = dim.HasField("dim_value") and dim.dim_value >= 0  # some exporters write -1
+        size: Any = dim.dim_value if fixed else sizes.get(dim.dim_param)
+        if size is None:
+            name, how = repr(dim.dim_param), "a size for it or "
+            if not dim.dim_param:
+                name, how = str(i), ""
+            raise InputError(
+                f"dimension {name} of input {info.name!r} has no size: "
+                f"give {how}the input's whole shape"
+            )
         if not isinstance(size, int) or size < 0:
             raise InputError(f"size {size!r} for {dim.dim_param!r} is not a number of 0 or more")
         shape += (size,)
@@ -130,7 +150,9 @@ def _inputs(model: ModelProto) -> list[ValueInfoProto]:
 
 @dataclass(frozen=True)
 class _Value:
-    """What inference knows of a value: ONNX element type (0: unknown), shape, whether it is a constant."""
+    """What inference knows of a value: ONNX element type (0: unknown), shape, whether it is a
+    constant.
+    """
 
     element: int = 0
     shape: Shape | None = None
@@ -141,7 +163,9 @@ class _Value:
 class NodeShapes:
     """Shapes of the inputs of marked nodes, by mark; a missing optional input has shape None."""
 
-    found: dict[int, Counter[tuple[Shape | None, ...]]] = field(default_factory=dict)  # and how often
+    found: dict[int, Counter[tuple[Shape | None, ...]]] = field(
+        default_factory=dict
+    )  # and how often
     elements: dict[int, int] = field(default_factory=dict)  # ONNX element type of the first input
     why: dict[int, str] = field(default_factory=dict)  # the reason for those that stay unknown
     operands: dict[int, list[_Value | None]] = field(default_factory=dict)
@@ -150,8 +174,8 @@ class NodeShapes:
 def node_shapes(model: ModelProto, sizes: Sizes, folder: Path | None = None) -> NodeShapes:
     """Input shapes of every marked node of standard ops, and how often the node runs with them.
 
-    `folder` holds the external data. The model is not changed. Raises `InputError` for sizes that do not
-    fit the model.
+    `folder` holds the external data. The model is not changed. Raises `InputError` for sizes that
+    do not fit the model.
     """
     shapes = input_shapes(model, sizes)
     flat = ModelProto()
@@ -161,7 +185,9 @@ def node_shapes(model: ModelProto, sizes: Sizes, folder: Path | None = None) -> 
     for info in flat.graph.input:
         if info.name in shapes:
             info.type.tensor_type.shape.CopyFrom(
-                onnx.TensorShapeProto(dim=[onnx.TensorShapeProto.Dimension(dim_value=n) for n in shapes[info.name]])
+                onnx.TensorShapeProto(
+                    dim=[onnx.TensorShapeProto.Dimension(dim_value=n) for n in shapes[info.name]]
+                )
             )
     for graph in _graphs(flat.graph):
         del graph.value_info[:]  # symbolic names of the export, useless or wrong at these sizes
@@ -184,7 +210,7 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def _read_inference(graph: GraphProto, outer: dict[str, _Value], result: NodeShapes) -> None:
-    """What shape inference knows of the marked nodes; those not fully known get an entry in `why`."""
+    """What shape inference knows of the marked nodes; those not fully known enter `why`."""
     scope = dict(outer)
     for info in (*graph.input, *graph.value_info, *graph.output):
         tensor = info.type.tensor_type
@@ -205,14 +231,19 @@ def _read_inference(graph: GraphProto, outer: dict[str, _Value], result: NodeSha
         result.operands[index] = operands
         result.elements[index] = operands[0].element if operands[0] else 0
         if all(value is None or value.shape is not None for value in operands):
-            shapes = tuple(value and value.shape for value in operands)
+            shapes = tuple(value.shape if value else None for value in operands)
             result.found.setdefault(index, Counter())[shapes] += 1
         else:
-            result.why[index] = "shape inference leaves its shapes open, and it did not run at these sizes"
+            result.why[index] = (
+                "shape inference leaves its shapes open, and it did not run at these sizes"
+            )
 
 
 def _read_run(
-    flat: ModelProto, values: dict[str, np.ndarray[Any, Any]], folder: Path | None, result: NodeShapes
+    flat: ModelProto,
+    values: dict[str, np.ndarray[Any, Any]],
+    folder: Path | None,
+    result: NodeShapes,
 ) -> None:
     """Runs the model once and reads the shapes of the nodes in `result.why` off the profile."""
     ort = dependencies.load("onnxruntime", "finding shapes that depend on values")
@@ -233,34 +264,40 @@ def _read_run(
             session.run(None, values)
             events = json.loads(Path(session.end_profiling()).read_text())
         except Exception as error:  # onnxruntime has no common base for its errors
-            for index in result.why:
-                result.why[index] = f"its shapes depend on values, and the model does not run here: {error}"
+            why = f"its shapes depend on values, and the model does not run here: {error}"
+            result.why = dict.fromkeys(result.why, why)
             return
     ran: dict[int, Counter[tuple[Shape | None, ...]]] = {}
     for event in events:
         index = _marked(event["name"])
-        if index in result.why and event["name"].endswith("_kernel_time"):
-            recorded = [tuple(shape) for entry in event["args"]["input_type_shape"] for shape in entry.values()]
-            shapes = _complete(result.operands[index], recorded)
-            if shapes is None:
-                result.why[index] = f"the run recorded the input shapes {recorded}, which do not match its inputs"
-            else:
-                ran.setdefault(index, Counter())[shapes] += 1
+        if index is None or index not in result.why or not event["name"].endswith("_kernel_time"):
+            continue
+        entries = event["args"]["input_type_shape"]  # [{"float": [1, 37, 768]}, ...]
+        recorded = [tuple(shape) for entry in entries for shape in entry.values()]
+        shapes = _complete(result.operands[index], recorded)
+        if shapes is None:
+            result.why[index] = (
+                f"the shapes {recorded} that its run recorded are not all its inputs"
+            )
+        else:
+            ran.setdefault(index, Counter())[shapes] += 1
     for index, counts in ran.items():
         result.found[index] = counts
         del result.why[index]
 
 
-def _complete(operands: list[_Value | None], recorded: list[Shape]) -> tuple[Shape | None, ...] | None:
-    """Recorded shapes in the places of the inputs. The profiler leaves constants out, unless it sees them
-    through a Cast; inference knows the shapes of those."""
-    places = [i for i, value in enumerate(operands) if value is not None]
+def _complete(
+    operands: list[_Value | None], recorded: list[Shape]
+) -> tuple[Shape | None, ...] | None:
+    """Recorded shapes in the places of the inputs. The profiler leaves constants out, unless it
+    sees them through a Cast; inference knows the shapes of those."""
+    places = [i for i, value in enumerate(operands) if value]
     if len(recorded) != len(places):
-        places = [i for i in places if not operands[i].constant]  # type: ignore[union-attr]
+        places = [i for i, value in enumerate(operands) if value and not value.constant]
     if len(recorded) != len(places):
         return None
-    shapes = [value and value.shape for value in operands]
+    shapes = [value.shape if value else None for value in operands]
     for place, shape in zip(places, recorded, strict=True):
         shapes[place] = shape
-    complete = all(shape is not None for shape, value in zip(shapes, operands, strict=True) if value)
-    return tuple(shapes) if complete else None
+    unknown = any(value and shape is None for shape, value in zip(shapes, operands, strict=True))
+    return None if unknown else tuple(shapes)

@@ -1,8 +1,9 @@
 """Performance tables: what each micro-kernel costs on one GPU, as measured there.
 
-One readable JSON file per (operation, GPU), `gemm__nvidia-h200.json`: a header, then one kernel a line,
-sorted by name, so that a new measurement is a readable diff. Tables are looked for in the user's folder,
-then among those shipped in `tuned/`; the pack builder bakes those of an architecture into its pack.
+One readable JSON file per (operation, GPU), `gemm__nvidia-h200.json`: a header, then one kernel a
+line, sorted by name, so that a new measurement is a readable diff. Tables are looked for in the
+user's folder, then among those shipped in `tuned/`; the pack builder bakes those of an architecture
+into its pack.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import os
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import tuned
 from .errors import OutputError, TableError
+from .files import replacing
+
+if TYPE_CHECKING:
+    from .custom_ops.kernels.pack_format import CostTable
 
 SCHEMA = 1
 
@@ -33,7 +38,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. `gpu` is the exact device name; `key` the pack key of the kernels that were measured."""
+    """A table. `gpu` is the exact device name; `key` the pack key of the kernels that were
+    measured.
+    """
 
     gpu: str
     sm: int
@@ -66,14 +73,12 @@ def dump(table: Table, path: str | os.PathLike[str]) -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in header.items()]
     rows = [f"    {json.dumps(asdict(cost))}" for cost in sorted(table.costs)]
     text = "\n".join(["{", *lines, '  "costs": [', ",\n".join(rows), "  ]", "}"]) + "\n"
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text)
-        os.replace(aside, target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise OutputError(f"cannot write the table {target}: {error.strerror or error}") from error
+        raise OutputError(f"cannot make the folder {target.parent}: {error.strerror}") from error
+    with replacing(target) as file:
+        file.write(text.encode())
 
 
 def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Table:
@@ -91,7 +96,8 @@ def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Table:
     table = _parse(data, source)
     if gpu is not None and table.gpu != gpu:
         raise TableError(
-            f"{source} was measured on {table.gpu!r}, not on {gpu!r}: its costs would mislead the planner. "
+            f"{source} was measured on {table.gpu!r}, not on {gpu!r}: its costs would mislead the "
+            "planner. "
             f"Remove it, or use one named {file_name(gpu)}."
         )
     return table
@@ -102,11 +108,14 @@ def _parse(data: Any, source: Path) -> Table:
         raise TableError(f"{source} is no performance table: a JSON object is expected")
     if data.get("schema") != SCHEMA:
         raise TableError(
-            f"{source} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}. Tune again."
+            f"{source} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}. Tune "
+            "again."
         )
     rows = data.get("costs")
     if not isinstance(rows, list) or not rows:
-        raise TableError(f"{source}: `costs` must be a list with one entry per kernel, not {rows!r:.80}")
+        raise TableError(
+            f"{source}: `costs` must be a list with one entry per kernel, not {rows!r:.80}"
+        )
     header = {key: value for key, value in data.items() if key not in ("schema", "costs")}
     costs = tuple(_record(Cost, row, f"{source}: costs[{i}]") for i, row in enumerate(rows))
     names = [cost.kernel for cost in costs]
@@ -118,10 +127,12 @@ def _parse(data: Any, source: Path) -> Table:
 
 
 def _record(cls: type[Any], values: Any, where: str) -> Any:
-    """A frozen dataclass from JSON: every field there, none besides, types right, costs finite and >= 0."""
+    """A frozen dataclass from JSON: every field there, none besides, types right, costs finite and
+    >= 0.
+    """
     if not isinstance(values, dict):
         raise TableError(f"{where}: an object is expected, not {values!r:.80}")
-    kinds = {"str": str, "int": int, "float": (int, float)}
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
     known = {field.name: kinds.get(str(field.type), tuple) for field in fields(cls)}
     if unknown := sorted(values.keys() - known.keys()):
         raise TableError(f"{where}: unknown field {unknown[0]!r}")
@@ -160,11 +171,52 @@ def find(gpu: str, operation: str = "gemm") -> Table | None:
 
 
 def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
-    """All tables of an architecture, sorted by GPU; the user's replace the shipped ones of a GPU."""
+    """All tables of an architecture, sorted by GPU; the user's replace shipped ones of a GPU."""
     tables: dict[str, Table] = {}
     for folder in reversed(folders()):
         for path in sorted(folder.glob(f"{operation}__*.json")):
             table = load(path)
+            if path.name != file_name(table.gpu, operation):
+                raise TableError(
+                    f"{path} was measured on {table.gpu!r}, so its name must be "
+                    f"{file_name(table.gpu, operation)}. Rename or remove it."
+                )
             if table.sm == sm:
                 tables[table.gpu] = table
     return [tables[gpu] for gpu in sorted(tables)]
+
+
+def cost_tables(sm: int) -> list[CostTable]:
+    """The tables of an architecture as the pack builder takes them: one cost row per kernel of
+    `specs(sm)`.
+
+    Kernels that a table does not list get a row of zeros, for which the planner uses its analytic
+    model. Raises `TableError` for a table that lists none of them: it belongs to other kernels.
+    """
+    import numpy as np
+
+    from .custom_ops.kernels.pack_format import COST, CostTable
+    from .custom_ops.kernels.spec import name, specs
+
+    place = {name(spec): i for i, spec in enumerate(specs(sm))}
+    result = []
+    for table in for_architecture(sm):
+        costs = np.zeros(len(place), COST)
+        known = [cost for cost in table.costs if cost.kernel in place]
+        if not known:
+            raise TableError(
+                f"the table {table.name} lists no kernel of this version, e.g. "
+                f"{table.costs[0].kernel!r}. "
+                "Tune again, or remove it."
+            )
+        for cost in known:
+            costs[place[cost.kernel]] = (
+                cost.fixed_us,
+                cost.step_us,
+                cost.single_step_us,
+                cost.blocks_per_sm,
+            )
+        result.append(
+            CostTable(table.gpu, table.sm_count, table.bandwidth_gbps, table.launch_us, costs)
+        )
+    return result

@@ -14,7 +14,9 @@ import typer
 
 from .. import dependencies
 from ..errors import DeviceError, InputError, ModelError, OutputError
-from .terminal import console, parse_dims, print_json, progress, table
+from ..files import replacing
+from ..progress import progress
+from .terminal import console, parse_dims, print_json, table
 
 ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="The ONNX model.")]
 Dims = Annotated[
@@ -22,7 +24,7 @@ Dims = Annotated[
     typer.Option(
         "--dim",
         metavar="NAME=SIZE",
-        help="Size of a symbolic dimension (batch=1), or an input's shape (x=1,3,48,320). Repeatable.",
+        help="A dimension's size (batch=1), or an input's shape (x=1,3,48,320). Repeatable.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -52,7 +54,8 @@ def rewrite(
         list[str] | None, typer.Option(metavar="RULE", help="Leave this rule out. Repeatable.")
     ] = None,
     list_rules: Annotated[
-        bool, typer.Option("--list-rules", is_eager=True, callback=_list_rules, help="List the rules.")
+        bool,
+        typer.Option("--list-rules", is_eager=True, callback=_list_rules, help="List the rules."),
     ] = False,
     report: Annotated[
         bool, typer.Option("--report", help="Say of every node why it was taken or not.")
@@ -61,11 +64,17 @@ def rewrite(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report, write nothing.")] = False,
 ) -> None:
     """Replace MatMul and Gemm nodes by MoonPoly's ops. The result runs in any ONNX Runtime."""
+    from ..rewriting import list_rules as all_rules
     from ..rewriting import rewrite as rewrite_model
 
     if (target is None) != dry_run:
         raise typer.BadParameter("give either OUT or --dry-run")
-    result = rewrite_model(source, target, static=static, rules=rules or None, disable=disable or ())
+    known = [rule.name for rule in all_rules()]
+    if unknown := sorted({*(rules or ()), *(disable or ())} - set(known)):
+        raise typer.BadParameter(f"no rule {unknown[0]!r}; the rules are {', '.join(known)}")
+    result = rewrite_model(
+        source, target, static=static, rules=rules or None, disable=disable or ()
+    )
     entries = list(result.report)
     if as_json:
         print_json(
@@ -80,7 +89,9 @@ def rewrite(
     out = console()
     if report:
         columns = ("node", "op", "where", "rule", "why not")
-        out.print(table("", columns, [list(describe_entry(entry).values())[:5] for entry in entries]))
+        out.print(
+            table("", columns, [list(describe_entry(entry).values())[:5] for entry in entries])
+        )
     taken = sum(entry.taken for entry in entries)
     out.print(f"{taken} of {len(entries)} candidate nodes taken", markup=False)
     for reason, count in Counter(str(e.reason) for e in entries if not e.taken).most_common():
@@ -104,7 +115,8 @@ def describe_entry(entry: Any) -> dict[str, Any]:
 def run(
     model: ModelPath,
     inputs: Annotated[
-        Path | None, typer.Option(metavar="X.npz", help="Inputs by name; without it they are random.")
+        Path | None,
+        typer.Option(metavar="X.npz", help="Inputs by name; without it they are random."),
     ] = None,
     dim: Dims = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
@@ -115,7 +127,9 @@ def run(
     precision: Annotated[str, typer.Option(help="tf32 or ieee: how fp32 is multiplied.")] = "tf32",
     provider: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="cpu, cuda or a full provider name, in order. Repeatable."),
+        typer.Option(
+            metavar="NAME", help="cpu, cuda or a full provider name, in order. Repeatable."
+        ),
     ] = None,
     pack: Annotated[Path | None, typer.Option(help="The kernel pack to use.")] = None,
     repeat: Annotated[int, typer.Option(min=0, help="Run so many times more and time it.")] = 0,
@@ -125,10 +139,17 @@ def run(
     dependencies.load("onnxruntime", "running a model")
     from ..session import InferenceSession
 
+    if outputs and not os.access(outputs.absolute().parent, os.W_OK):
+        raise OutputError(f"cannot write {outputs}: its folder is missing or not writable")
     providers = _providers(provider, backend)
     values = _load_inputs(inputs, dim) if inputs else _random_inputs(model, dim, seed)
     session = _open(
-        InferenceSession, model, providers=providers, backend=backend, precision=precision, pack=pack
+        InferenceSession,
+        model,
+        providers=providers,
+        backend=backend,
+        precision=precision,
+        pack=pack,
     )
     names = [output.name for output in session.get_outputs()]
     try:
@@ -139,7 +160,7 @@ def run(
                 start = time.perf_counter()
                 session.run(None, values)
                 times.append((time.perf_counter() - start) * 1e3)
-                report(i + 1, repeat)
+                report(i + 1, repeat, "")
     except Exception as error:  # onnxruntime has no common base for its errors
         raise InputError(f"{model} did not run on these inputs: {error}") from error
     if outputs:
@@ -166,7 +187,9 @@ def run(
     out.print(table("", ("", "name", "type", "shape"), rows))
     out.print(f"backend {session.moonpoly_backend}, providers {', '.join(session.get_providers())}")
     if timing:
-        out.print(f"median {timing['median_ms']:.3f} ms, least {timing['min_ms']:.3f} ms, {repeat} runs")
+        out.print(
+            f"median {timing['median_ms']:.3f} ms, least {timing['min_ms']:.3f} ms, {repeat} runs"
+        )
     if outputs:
         out.print(f"written to {outputs}", markup=False)
 
@@ -176,7 +199,9 @@ def _providers(given: list[str] | None, backend: str) -> list[str]:
     ort = dependencies.load("onnxruntime", "running a model")
     available = ort.get_available_providers()
     if not given:
-        given = ["cuda", "cpu"] if backend != "interpreter" and short["cuda"] in available else ["cpu"]
+        given = (
+            ["cuda", "cpu"] if backend != "interpreter" and short["cuda"] in available else ["cpu"]
+        )
         if backend == "cuda" and "cuda" not in given:
             given = ["cuda", "cpu"]
     wanted = [short.get(name.lower(), name) for name in given]
@@ -194,14 +219,16 @@ def _load_inputs(path: Path, dim: list[str] | None) -> dict[str, np.ndarray[Any,
         with np.load(path, allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        raise InputError(f"cannot read inputs from {path}: {error}. An .npz of numpy.savez is expected.") from error
+        raise InputError(
+            f"cannot read inputs from {path}: {error}. An .npz of numpy.savez is expected."
+        ) from error
 
 
 def _random_inputs(path: Path, dim: list[str] | None, seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    from ..rewriting import read_model
+    from ..model_files import read
     from ..sizing import feeds
 
-    return feeds(read_model(path), parse_dims(dim or ()), seed)
+    return feeds(read(path).model, parse_dims(dim or ()), seed)
 
 
 def _open(session: Any, model: Path, **arguments: Any) -> Any:
@@ -214,21 +241,15 @@ def _open(session: Any, model: Path, **arguments: Any) -> Any:
 
 
 def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Writes an .npz aside and renames it into place. Raises `OutputError`."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with zipfile.ZipFile(aside, "w") as archive:
-            for name, value in arrays.items():
-                if not isinstance(value, np.ndarray):
-                    raise OutputError(f"output {name!r} is a {type(value).__name__}; an .npz holds tensors only")
-                array = value.astype(str) if value.dtype == object else value
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, array, allow_pickle=False)
-        os.replace(aside, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        aside.unlink(missing_ok=True)
+    """Writes an .npz, whole or not at all. Raises `OutputError`."""
+    with replacing(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, value in arrays.items():
+            if not isinstance(value, np.ndarray):
+                kind = type(value).__name__
+                raise OutputError(f"output {name!r} is a {kind}; an .npz holds tensors only")
+            array = value.astype(str) if value.dtype == object else value
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def explain(

@@ -1,16 +1,14 @@
-"""What the commands print and parse: tables, progress, JSON, sizes given as `name=number`."""
+"""What the commands print and parse: tables, JSON, sizes given as `name=number`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..errors import InputError
@@ -27,7 +25,9 @@ def print_json(data: Any) -> None:
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
     """A table whose numbers are right-aligned and whose cells are taken literally."""
-    result = Table(title=title or None, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    result = Table(
+        title=title or None, title_justify="left", header_style="bold", box=None, pad_edge=False
+    )
     cells = [list(row) for row in rows]
     for i, column in enumerate(columns):
         numbers = bool(cells) and all(isinstance(row[i], (int, float)) for row in cells)
@@ -43,24 +43,8 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else escape(str(value))
 
 
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields `report(done, total)`, which draws a bar on stderr if that is a terminal."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 def parse_dims(given: Iterable[str]) -> dict[str, int | list[int]]:
-    """`["batch=1", "x=1,3,48,320"]` as `{"batch": 1, "x": [1, 3, 48, 320]}`. Raises `InputError`."""
+    """`["batch=1", "x=1,3,48"]` as `{"batch": 1, "x": [1, 3, 48]}`. Raises `InputError`."""
     sizes: dict[str, int | list[int]] = {}
     for text in given:
         name, equals, value = text.rpartition("=")
@@ -70,7 +54,8 @@ def parse_dims(given: Iterable[str]) -> dict[str, int | list[int]]:
             numbers, equals = [], ""
         if not name or not equals or any(number < 0 for number in numbers):
             raise InputError(
-                f"--dim {text!r}: expected NAME=SIZE for a symbolic dimension (batch=1), or the shape of an "
+                f"--dim {text!r}: expected NAME=SIZE for a symbolic dimension (batch=1), or the "
+                "shape of an "
                 "input with all its sizes (x=1,3,48,320; x= for a scalar)"
             )
         sizes[name] = numbers[0] if len(numbers) == 1 else numbers

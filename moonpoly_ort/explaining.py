@@ -1,0 +1,291 @@
+"""Which kernels a model's nodes get at given sizes on a GPU, without that GPU: `explain`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import onnx
+
+from . import devices, native, packs
+from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
+from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+DOMAIN = "ai.moonpoly"
+DTYPES: dict[int, str] = {
+    onnx.TensorProto.FLOAT16: "f16",
+    onnx.TensorProto.BFLOAT16: "bf16",
+    onnx.TensorProto.FLOAT: "f32",
+}
+DEFAULT_GPU = "H200"
+
+
+@dataclass(frozen=True)
+class Region:
+    """One launch: rows [m0, m0 + m), columns [n0, n0 + n), batch entries [z0, z0 + z) of the
+    product.
+    """
+
+    kernel: str
+    m0: int
+    m: int
+    n0: int
+    n: int
+    z0: int
+    z: int
+    split: int  # slices of K
+    grid: int  # thread blocks
+    waves: float  # grid over the blocks that the GPU holds at once
+    predicted_us: float
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """The plan of one node for one set of input shapes.
+
+    `m`, `n`, `k`, `batch` are the product as it is computed (a batch may be folded into `m`, a
+    product of one column is computed transposed), `launches`
+    how often the regions are launched, `calls` how often the node runs with these shapes in one run
+    of the model. `why_not` is empty, or says why there is no plan: then `regions` is empty.
+    """
+
+    name: str
+    op: str
+    dtype: str
+    inputs: tuple[Shape | None, ...]
+    calls: int
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: int = 0
+    launches: int = 0
+    regions: tuple[Region, ...] = ()
+    workspace_bytes: int = 0
+    predicted_us: float = 0.0  # one call of the node
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation(Sequence[NodePlan]):
+    """The plans of a model's nodes in order, and what they were made with. Prints as a table."""
+
+    gpu: str
+    pack: str  # the pack file, or "catalog": estimated resources, nothing compiled
+    costs: str  # "measured" on this GPU, or "analytic"
+    plans: tuple[NodePlan, ...] = field(repr=False)
+
+    @overload
+    def __getitem__(self, index: int) -> NodePlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[NodePlan, ...]: ...
+    def __getitem__(self, index: int | slice) -> NodePlan | tuple[NodePlan, ...]:
+        return self.plans[index]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[NodePlan]:
+        return iter(self.plans)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from .cli.terminal import table
+
+        yield f"{self.gpu}, kernels: {self.pack}, costs: {self.costs}"
+        columns = (
+            "node",
+            "op",
+            "type",
+            "M",
+            "N",
+            "K",
+            "batch",
+            "calls",
+            "kernel",
+            "split",
+            "grid",
+            "waves",
+            "us",
+        )
+        yield table("", columns, (row for plan in self.plans for row in _rows(plan)))
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from rich.console import Console
+
+        text = StringIO()
+        Console(file=text, width=200, highlight=False).print(self)
+        return text.getvalue().rstrip()
+
+
+def _rows(plan: NodePlan) -> Iterator[tuple[Any, ...]]:
+    head = (plan.name, plan.op, plan.dtype)
+    if plan.why_not:
+        yield *head, "", "", "", "", plan.calls, plan.why_not, "", "", "", ""
+    for r in plan.regions:
+        size = (r.m, r.n, plan.k, r.z, plan.calls * plan.launches)
+        yield *head, *size, r.kernel, r.split, r.grid, f"{r.waves:.2f}", f"{r.predicted_us:.2f}"
+
+
+def explain(
+    model: str | bytes | os.PathLike[str] | onnx.ModelProto,
+    shapes: Sizes | None = None,
+    *,
+    gpu: str | None = None,
+    precision: str = "tf32",
+    pack: str | os.PathLike[str] | None = None,
+    node: str | None = None,
+) -> Explanation:
+    """Plans every node that MoonPoly takes of a model, at given sizes. Needs no GPU.
+
+    Args:
+        model: an ONNX model, rewritten or not (static nodes are not taken on the way).
+        shapes: sizes of symbolic dimensions (`{"batch": 1, "seq": 37}`), shapes of inputs
+            (`{"x": [1, 37, 768]}`), or inputs themselves as arrays, where shapes depend on values.
+        gpu: a known GPU (see `moonpoly_ort.devices`); by default the one here, else an H200.
+        precision: how fp32 is multiplied, `tf32` or `ieee`.
+        pack: a kernel pack; by default the one for the GPU if it is found, else the catalog, in
+        which
+            nothing is compiled and the kernels' resources are estimates.
+        node: plan only the node of this name (or with this first output).
+
+    Raises:
+        ModelError: the model cannot be read. InputError: sizes that do not fit it, or no such node.
+        DeviceError: the GPU is unknown. PackError: the pack cannot be used.
+    """
+    if precision not in ("tf32", "ieee"):
+        raise ArgumentError(f"precision = {precision!r}; accepted: 'tf32', 'ieee'")
+    from .rewriting import rewrite
+
+    rewritten = rewrite(model)
+    marked = rewritten.model
+    nodes = _mark_ours(marked)
+    if node is not None and node not in (names := [n.name or n.output[0] for n in nodes]):
+        raise InputError(f"no node {node!r} is taken. Taken: {', '.join(names) or 'none'}.")
+    sizes = node_shapes(marked, shapes or {}, rewritten.base_dir)
+    device = _device(gpu)
+    path = packs.find_pack(device.sm, pack)
+    opened = native.Pack(path if path is not None else packs.catalog(device.sm))
+    plans: list[NodePlan] = []
+    measured = False
+    for index, original in enumerate(nodes):
+        name = original.name or original.output[0]
+        if node is not None and name != node:
+            continue
+        dtype = DTYPES.get(sizes.elements.get(index, 0), "")
+        base = NodePlan(name, original.op_type, dtype, (), 0)
+        if not dtype:
+            plans.append(replace(base, why_not="its element type is not known without running it"))
+            continue
+        if index in sizes.why:
+            plans.append(replace(base, why_not=sizes.why[index]))
+        for inputs, calls in sizes.found.get(index, {}).items():
+            at_shapes = replace(base, inputs=inputs, calls=calls)
+            plan, was_measured = _plan(at_shapes, original, precision, opened, device)
+            plans.append(plan)
+            measured |= was_measured
+    return Explanation(
+        gpu=device.name,
+        pack=str(path)
+        if path is not None
+        else "catalog (nothing compiled, resources are estimates)",
+        costs="measured" if measured else "analytic model",
+        plans=tuple(plans),
+    )
+
+
+def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """Turns our nodes into marked standard ones, in place; copies of the originals, by mark."""
+    originals: list[onnx.NodeProto] = []
+    bodies = [model.graph.node, *(f.node for f in model.functions if f.domain != DOMAIN)]
+    for node in (node for body in bodies for node in all_nodes(body)):
+        if node.domain == DOMAIN:
+            copy = onnx.NodeProto()
+            copy.CopyFrom(node)
+            mark(node, len(originals))
+            node.domain = ""
+            originals.append(copy)
+    kept = [function for function in model.functions if function.domain != DOMAIN]
+    del model.functions[:]
+    model.functions.extend(kept)
+    return originals
+
+
+def _device(gpu: str | None) -> native.Device:
+    if gpu is not None:
+        return devices.lookup(gpu)
+    return native.device_query(0) if native.device_count() else devices.lookup(DEFAULT_GPU)
+
+
+def _plan(
+    base: NodePlan, node: onnx.NodeProto, precision: str, pack: native.Pack, device: native.Device
+) -> tuple[NodePlan, bool]:
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    a, b, *rest = base.inputs
+    if a is None or b is None:
+        return replace(base, why_not="an operand is missing"), False
+    arithmetic = native.Dtype[base.dtype.upper()], native.Precision[precision.upper()]
+    try:
+        if base.op == "MatMul":
+            problem, launches = native.matmul_problem(a, b, *arithmetic)
+        else:
+            launches = 1
+            problem = native.gemm_problem(
+                a,
+                b,
+                rest[0] if rest else None,
+                *arithmetic,
+                trans_a=bool(attributes.get("transA", 0)),
+                trans_b=bool(attributes.get("transB", 0)),
+                alpha=attributes.get("alpha", 1.0),
+                beta=attributes.get("beta", 1.0),
+            )
+        plan = pack.plan(device, problem)
+    except (ProblemError, KernelMissingError) as error:
+        return replace(base, why_not=str(error)), False
+    explained = replace(
+        base,
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        batch=problem.batch,
+        launches=launches,
+        regions=tuple(_region(region, pack, device) for region in plan.regions),
+        workspace_bytes=plan.workspace_bytes,
+        predicted_us=plan.predicted_us * launches,
+        why_not="" if plan.regions else "the product is empty: nothing is launched",
+    )
+    return explained, plan.measured
+
+
+def _region(region: native.Region, pack: native.Pack, device: native.Device) -> Region:
+    kernel = pack.kernels[region.kernel]
+    sizes = {name: getattr(region, name) for name in ("m0", "m", "n0", "n", "z0", "z")}
+    return Region(
+        kernel=kernel.name,
+        **sizes,
+        split=region.split,
+        grid=region.grid,
+        waves=region.grid / (device.sm_count * blocks_per_sm(kernel, device)),
+        predicted_us=region.predicted_us,
+    )
+
+
+def blocks_per_sm(kernel: native.KernelRecord, device: native.Device) -> int:
+    """How many blocks of a kernel one SM holds, at least 1 (the rules of CUDA's occupancy)."""
+    warp_registers = -(-kernel.registers * 32 // 256) * 256  # allocated 256 at a time
+    limits = (
+        device.blocks_per_sm,
+        device.threads_per_sm // (32 * kernel.warps),
+        device.registers_per_sm // max(warp_registers * kernel.warps, 1),
+        device.shared_per_sm // (kernel.shared_bytes + 1024),  # CUDA keeps 1 KiB of each block
+    )
+    return max(1, int(min(limits)))

@@ -1,0 +1,73 @@
+"""Small models and folders that keep the tests away from the user's cache and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and packs of the machine must not change a test's outcome."""
+    monkeypatch.setenv("MOONPOLY_TABLES", str(tmp_path_factory.mktemp("tables")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.delenv("MOONPOLY_PACK", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> Iterator[None]:
+    """The once-per-process log messages start anew in every test."""
+    from moonpoly_ort import session
+
+    session._said.clear()
+    yield
+    session._said.clear()
+
+
+MLP = """
+<ir_version: 8, opset_import: ["" : 18]>
+mlp (float[batch, 64] x) => (float[batch, 16] y) <float[64, 32] w, float[32, 16] v, float[16] c>
+{
+  [first] h = MatMul (x, w)
+  r = Relu (h)
+  [second] y = Gemm (r, v, c)
+}
+"""
+
+
+def mlp() -> onnx.ModelProto:
+    """x [batch, 64] -> MatMul -> Relu -> Gemm -> y [batch, 16], with random weights."""
+    model = parser.parse_model(MLP)
+    generator = np.random.default_rng(7)
+    del model.graph.initializer[:]
+    for name, shape in {"w": (64, 32), "v": (32, 16), "c": (16,)}.items():
+        values = generator.standard_normal(shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    return model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "mlp.onnx"
+    onnx.save(mlp(), path)
+    return path
+
+
+@pytest.fixture
+def external_model(tmp_path: Path) -> Path:
+    """The same model with its weights in a file beside it."""
+    folder = tmp_path / "external"
+    folder.mkdir()
+    path = folder / "mlp.onnx"
+    onnx.save(mlp(), path, save_as_external_data=True, location="mlp.data", size_threshold=0)
+    return path
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((5, 64)).astype(np.float32)
