@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import onnx
 
-from . import devices, native, packs, problems
+from . import devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
 
@@ -48,7 +48,8 @@ class Region:
 class NodePlan:
     """The plan of one node for one set of input shapes.
 
-    `m`, `n`, `k`, `batch` are the canonical product (the batch may be folded into `m`), `launches`
+    `m`, `n`, `k`, `batch` are the product as it is computed (a batch may be folded into `m`, a
+    product of one column is computed transposed), `launches`
     how often the regions are launched, `calls` how often the node runs with these shapes in one run
     of the model. `why_not` is empty, or says why there is no plan: then `regions` is empty.
     """
@@ -160,10 +161,8 @@ def explain(
         ModelError: the model cannot be read. InputError: sizes that do not fit it, or no such node.
         DeviceError: the GPU is unknown. PackError: the pack cannot be used.
     """
-    if precision not in problems.PRECISIONS:
-        raise ArgumentError(
-            f"precision = {precision!r}; accepted: {', '.join(problems.PRECISIONS)}"
-        )
+    if precision not in ("tf32", "ieee"):
+        raise ArgumentError(f"precision = {precision!r}; accepted: 'tf32', 'ieee'")
     from .rewriting import rewrite
 
     rewritten = rewrite(model)
@@ -233,34 +232,35 @@ def _plan(
     a, b, *rest = base.inputs
     if a is None or b is None:
         return replace(base, why_not="an operand is missing"), False
+    arithmetic = native.Dtype[base.dtype.upper()], native.Precision[precision.upper()]
     try:
         if base.op == "MatMul":
-            work = problems.matmul(a, b, base.dtype, precision)
+            problem, launches = native.matmul_problem(a, b, *arithmetic)
         else:
-            work = problems.gemm(
+            launches = 1
+            problem = native.gemm_problem(
                 a,
                 b,
                 rest[0] if rest else None,
-                base.dtype,
-                precision,
+                *arithmetic,
                 trans_a=bool(attributes.get("transA", 0)),
                 trans_b=bool(attributes.get("transB", 0)),
                 alpha=attributes.get("alpha", 1.0),
                 beta=attributes.get("beta", 1.0),
             )
-        plan = pack.plan(device, work.problem)
+        plan = pack.plan(device, problem)
     except (ProblemError, KernelMissingError) as error:
         return replace(base, why_not=str(error)), False
     explained = replace(
         base,
-        m=work.problem.m,
-        n=work.problem.n,
-        k=work.problem.k,
-        batch=work.problem.batch,
-        launches=work.count,
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        batch=problem.batch,
+        launches=launches,
         regions=tuple(_region(region, pack, device) for region in plan.regions),
         workspace_bytes=plan.workspace_bytes,
-        predicted_us=plan.predicted_us * work.count,
+        predicted_us=plan.predicted_us * launches,
         why_not="" if plan.regions else "the product is empty: nothing is launched",
     )
     return explained, plan.measured

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -306,6 +306,15 @@ def _library() -> ctypes.CDLL:
         "mp_launch": (c_int32, [c_void_p, pointer(Problem), pointer(Plan), *[c_void_p] * 7]),
         "mp_set_interpreter": (None, [_InterpretFn]),
         "mp_get_stats": (None, [pointer(Stats)]),
+        "mp_matmul_problem": (
+            c_int32,
+            [c_int32, c_int32, *[c_int32, pointer(c_int64)] * 2, pointer(Problem), pointer(c_int64)],
+        ),
+        "mp_gemm_problem": (
+            c_int32,
+            [c_int32, c_int32, pointer(c_int64), pointer(c_int64), c_int32, pointer(c_int64)]
+            + [c_int32, c_int32, c_float, c_float, pointer(Problem)],
+        ),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
@@ -468,6 +477,55 @@ def device_query(ordinal: int) -> Device:
     device = Device()
     _check(_library().mp_device_query(ordinal, ctypes.byref(device)))
     return device
+
+
+def _dims(shape: Sequence[int]) -> ctypes.Array[c_int64]:
+    return (c_int64 * max(1, len(shape)))(*shape)
+
+
+def matmul_problem(
+    a: Sequence[int], b: Sequence[int], dtype: Dtype, precision: Precision = Precision.TF32
+) -> tuple[Problem, int]:
+    """The problem that ONNX MatMul amounts to at the shapes `a` and `b`, and how often it is launched.
+
+    Buffers are taken to start 16-byte aligned. Raises `ProblemError` for shapes that do not fit.
+    """
+    problem, launches = Problem(), c_int64()
+    _check(
+        _library().mp_matmul_problem(
+            dtype, precision, len(a), _dims(a), len(b), _dims(b), ctypes.byref(problem),
+            ctypes.byref(launches),
+        )
+    )  # fmt: skip
+    return problem, launches.value
+
+
+def gemm_problem(
+    a: Sequence[int],
+    b: Sequence[int],
+    c: Sequence[int] | None,
+    dtype: Dtype,
+    precision: Precision = Precision.TF32,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Problem:
+    """The problem that ONNX Gemm amounts to at the shapes `a`, `b` (as stored) and `c`.
+
+    Raises `ProblemError` for shapes that do not fit.
+    """
+    if len(a) != 2 or len(b) != 2:
+        raise ProblemError(f"Gemm takes matrices, got A {list(a)} and B {list(b)}")
+    problem = Problem()
+    _check(
+        _library().mp_gemm_problem(
+            dtype, precision, _dims(a), _dims(b), len(c or ()), None if c is None else _dims(c),
+            trans_a, trans_b, alpha, beta, ctypes.byref(problem),
+        )
+    )  # fmt: skip
+    return problem
 
 
 def stats() -> Stats:

@@ -9,6 +9,7 @@
 #include "moonpoly.h"
 #include "pack.h"
 #include "planner.h"
+#include "shape.h"
 #include "stats.h"
 
 #define MP_EXPORT extern "C" __attribute__((visibility("default")))
@@ -42,6 +43,20 @@ mp_status guarded(Body body) {
 
 void require(const void* pointer, const char* name) {
   if (!pointer) moonpoly::fail(MP_INVALID, "argument `", name, "` is null");
+}
+
+moonpoly::Shape shape_of(int32_t rank, const int64_t* dims) {
+  if (rank < 0 || rank > moonpoly::kMaxRank) {
+    moonpoly::fail(MP_INVALID, "a rank is 0 to ", moonpoly::kMaxRank, ", not ", rank);
+  }
+  if (rank) require(dims, "dims");
+  moonpoly::Shape shape;
+  shape.rank = rank;
+  for (int i = 0; i < rank; ++i) {
+    if (dims[i] < 0) moonpoly::fail(MP_INVALID, "size ", dims[i], " of axis ", i, " is negative");
+    shape.dims[i] = dims[i];
+  }
+  return shape;
 }
 
 // A plan may come from outside: check that the launcher cannot be led astray by it.
@@ -192,4 +207,35 @@ MP_EXPORT void mp_get_stats(mp_stats* out) {
   out->launches = s.launches.load(std::memory_order_relaxed);
   out->plan_miss_us_total = s.plan_miss_ns_total.load(std::memory_order_relaxed) * 1e-3;
   out->plan_miss_us_max = s.plan_miss_ns_max.load(std::memory_order_relaxed) * 1e-3;
+}
+
+MP_EXPORT mp_status mp_matmul_problem(int32_t dtype, int32_t precision, int32_t a_rank,
+                                      const int64_t* a_dims, int32_t b_rank, const int64_t* b_dims,
+                                      mp_problem* out, int64_t* launches) {
+  return guarded([&] {
+    require(out, "out");
+    require(launches, "launches");
+    moonpoly::Product product;
+    moonpoly::matmul_product(shape_of(a_rank, a_dims), shape_of(b_rank, b_dims), {dtype, precision},
+                             &product);
+    moonpoly::set_alignment(&product, nullptr, nullptr, nullptr);
+    *out = product.problem;
+    *launches = 1;
+    for (int i = 0; i < product.loop_count; ++i) *launches *= product.loops[i].count;
+  });
+}
+
+MP_EXPORT mp_status mp_gemm_problem(int32_t dtype, int32_t precision, const int64_t* a_dims,
+                                    const int64_t* b_dims, int32_t c_rank, const int64_t* c_dims,
+                                    int32_t trans_a, int32_t trans_b, float alpha, float beta,
+                                    mp_problem* out) {
+  return guarded([&] {
+    require(out, "out");
+    const moonpoly::Shape c = c_dims ? shape_of(c_rank, c_dims) : moonpoly::Shape{};
+    moonpoly::Product product;
+    moonpoly::gemm_product(shape_of(2, a_dims), shape_of(2, b_dims), c_dims ? &c : nullptr,
+                           {trans_a != 0, trans_b != 0, alpha, beta}, {dtype, precision}, &product);
+    moonpoly::set_alignment(&product, nullptr, nullptr, nullptr);
+    *out = product.problem;
+  });
 }

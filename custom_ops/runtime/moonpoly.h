@@ -198,6 +198,18 @@ mp_status mp_device_query(int32_t ordinal, mp_device* out);
 mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device, const mp_problem* problem,
                           int32_t only_kernel, int32_t only_split, mp_plan* out);
 
+// The problem that an ONNX node amounts to at given shapes, formed as the custom ops form it (A and B
+// may swap places), for buffers that start 16-byte aligned. `launches`: batch axes beyond two groups
+// are looped over, so often is the problem launched. m, n or batch of 0: there is nothing to launch.
+mp_status mp_matmul_problem(int32_t dtype, int32_t precision, int32_t a_rank, const int64_t* a_dims,
+                            int32_t b_rank, const int64_t* b_dims, mp_problem* out,
+                            int64_t* launches);
+// Shapes as stored, before trans_a and trans_b. c_dims may be null.
+mp_status mp_gemm_problem(int32_t dtype, int32_t precision, const int64_t* a_dims,
+                          const int64_t* b_dims, int32_t c_rank, const int64_t* c_dims,
+                          int32_t trans_a, int32_t trans_b, float alpha, float beta,
+                          mp_problem* out);
+
 // Launches a plan on raw device pointers. stream: CUstream. workspace and counters must be at least
 // as large as the plan says; counters must be zero and are left zero.
 typedef struct mp_launcher mp_launcher;  // a pack loaded on one device

@@ -163,14 +163,14 @@ def test_a_cpu_session_says_once_what_runs_it(model: Path, caplog) -> None:
 
 @pytest.mark.parametrize("wrong", [{"backend": "gpu"}, {"precision": "fp8"}])
 def test_a_wrong_choice_names_the_accepted_ones(model: Path, wrong: dict[str, str]) -> None:
-    with pytest.raises(ArgumentError, match="accepted: '(auto|tf32)'"):
+    with pytest.raises(ArgumentError, match=r"accepted: '(auto|tf32)'"):
         InferenceSession(model, providers=CPU, **wrong)
-    with pytest.raises(ArgumentError, match="accepted: '(auto|tf32)'"):
+    with pytest.raises(ArgumentError, match=r"accepted: '(auto|tf32)'"):
         register(ort.SessionOptions(), **wrong)
 
 
 def test_backend_cuda_needs_the_provider(model: Path) -> None:
-    with pytest.raises(ArgumentError, match="CUDAExecutionProvider.*not \\['CPUExec"):
+    with pytest.raises(ArgumentError, match=r"CUDAExecutionProvider.*not \['CPUExec"):
         InferenceSession(model, providers=CPU, backend="cuda")
 
 

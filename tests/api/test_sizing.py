@@ -118,7 +118,7 @@ def test_the_model_is_not_changed() -> None:
 
 def inputs(text: str) -> onnx.ModelProto:
     return parser.parse_model(
-        f'<ir_version: 8, opset_import: ["" : 18]> g ({text}) => (float[n] y) {{ y = Identity (x) }}'
+        f'<ir_version: 8, opset_import: ["" : 18]>g ({text}) => (float[n] y) {{ y = Identity (x) }}'
     )
 
 

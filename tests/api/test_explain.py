@@ -1,0 +1,177 @@
+"""Plans of a model's nodes, made without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from conftest import mlp
+from onnx import parser
+
+import moonpoly_ort
+from moonpoly_ort import (
+    ArgumentError,
+    DeviceError,
+    InputError,
+    ModelError,
+    PackError,
+    ProblemError,
+    devices,
+    explain,
+    native,
+    packs,
+)
+
+
+def test_every_taken_node_has_a_plan(model: Path) -> None:
+    plans = explain(model, {"batch": 37}, gpu="H200")
+    assert [(p.name, p.op, p.dtype, p.calls) for p in plans] == [
+        ("first", "MatMul", "f32", 1),
+        ("second", "Gemm", "f32", 1),
+    ]
+    assert plans[0].inputs == ((37, 64), (64, 32))
+    assert plans[1].inputs == ((37, 32), (32, 16), (16,))
+    assert [(p.m, p.n, p.k) for p in plans] == [(37, 32, 64), (37, 16, 32)]
+    names = {kernel.name for kernel in native.Pack(packs.catalog(90))}
+    for plan in plans:
+        assert sum(r.m * r.n * r.z for r in plan.regions) == plan.m * plan.n * plan.batch
+        assert all(r.kernel in names and r.waves > 0 and r.grid > 0 for r in plan.regions)
+        assert plan.predicted_us >= max(r.predicted_us for r in plan.regions) > 0
+        assert not plan.why_not
+
+
+@pytest.mark.parametrize("form", [Path, str, onnx.load, lambda path: path.read_bytes()])
+def test_takes_every_form_of_a_model(model: Path, form) -> None:
+    assert explain(form(model), {"batch": 1}, gpu="L4").plans[0].regions
+
+
+def test_a_rewritten_model_is_explained_alike(model: Path, tmp_path: Path) -> None:
+    moonpoly_ort.rewrite(model, tmp_path / "new.onnx")
+    assert explain(tmp_path / "new.onnx", {"batch": 5}, gpu="H200") == explain(
+        model, {"batch": 5}, gpu="H200"
+    )
+
+
+def test_the_model_given_is_not_changed() -> None:
+    model = mlp()
+    before = model.SerializeToString(deterministic=True)
+    explain(model, {"batch": 3}, gpu="H200")
+    assert model.SerializeToString(deterministic=True) == before
+
+
+@pytest.mark.parametrize("gpu", devices.GPUS, ids=lambda gpu: gpu.alias)
+def test_every_known_gpu_has_plans(model: Path, gpu: devices.GPU) -> None:
+    plans = explain(model, {"batch": 512}, gpu=gpu.alias)
+    assert plans.gpu == gpu.name
+    assert plans.pack.startswith("catalog")
+    assert all(plan.regions for plan in plans)
+
+
+def test_the_pack_that_was_used_is_named(model: Path, tmp_path: Path) -> None:
+    pack = packs.catalog(90).rename(tmp_path / "own.mpk")
+    assert explain(model, {"batch": 1}, gpu="H200", pack=pack).pack == str(pack)
+    with pytest.raises(PackError):
+        explain(model, {"batch": 1}, gpu="A100-80GB", pack=pack)
+
+
+def test_precision_reaches_the_kernels(model: Path) -> None:
+    for precision in ("tf32", "ieee"):
+        plans = explain(model, {"batch": 512}, gpu="H200", precision=precision)
+        found = {("ieee" in r.kernel) for plan in plans for r in plan.regions}
+        assert found == {precision == "ieee"}
+    with pytest.raises(ArgumentError, match="fp8"):
+        explain(model, {"batch": 1}, precision="fp8")
+
+
+def test_one_node_and_an_unknown_one(model: Path) -> None:
+    (plan,) = explain(model, {"batch": 2}, gpu="H200", node="second")
+    assert plan.name == "second"
+    with pytest.raises(InputError, match=r"no node 'third' is taken.*first, second"):
+        explain(model, {"batch": 2}, node="third")
+
+
+def test_batch_broadcast_and_attributes_are_those_of_the_op() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+        g (float16[b, h, s, 8] q, float16[b, 1, 8, t] k, float16[t, s] w, float16[s, 1] c)
+          => (float16[b, h, s, t] y, float16[s, s] z)
+        { y = MatMul (q, k) z = Gemm <transA = 1, transB = 1> (w, w2, c) }"""
+    text = text.replace("transB = 1> (w, w2, c)", "alpha = 0.5> (w, w, c)")
+    sizes = {"b": 2, "h": 3, "s": 5, "t": 16}
+    product, gemm = explain(parser.parse_model(text), sizes, gpu="H200")
+    assert (product.m, product.n, product.k, product.batch) == (5, 16, 8, 6)
+    assert (gemm.m, gemm.n, gemm.k, gemm.batch) == (5, 5, 16, 1)
+    assert product.dtype == "f16"
+
+
+def test_batch_groups_beyond_two_are_launched_one_by_one() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[2, 1, b, 4, 8] x, float[1, 3, b, 8, 4] w) => (float[2, 3, b, 4, 4] y)
+        { y = MatMul (x, w) }"""
+    (plan,) = explain(parser.parse_model(text), {"b": 5}, gpu="H200")
+    assert plan.batch * plan.launches == 2 * 3 * 5
+    assert plan.launches > 1
+    assert plan.predicted_us == pytest.approx(
+        plan.launches * sum(r.predicted_us for r in plan.regions), rel=0.5
+    )
+
+
+def test_an_empty_product_launches_nothing(model: Path) -> None:
+    plans = explain(model, {"batch": 0}, gpu="H200")
+    assert all(not plan.regions and "empty" in plan.why_not for plan in plans)
+
+
+def test_sizes_of_values_are_taken_from_the_values(model: Path) -> None:
+    assert explain(model, {"x": np.zeros((9, 64), np.float32)}, gpu="H200")[0].m == 9
+
+
+def test_bfloat16_is_explained_although_the_cpu_cannot_run_it() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+        g (bfloat16[b, 8] x, bfloat16[8, 4] w) => (bfloat16[b, 4] y) { y = MatMul (x, w) }"""
+    (plan,) = explain(parser.parse_model(text), {"b": 5}, gpu="H200")
+    assert plan.dtype == "bf16"
+    assert plan.regions
+
+
+def test_prints_as_a_table_and_as_plain_data(model: Path) -> None:
+    plans = explain(model, {"batch": 37}, gpu="H200")
+    lines = str(plans).splitlines()
+    assert "NVIDIA H200" in lines[0]
+    assert any("first" in line and "MatMul" in line for line in lines)
+    assert json.loads(json.dumps(plans.as_dict()))["plans"][0]["name"] == "first"
+
+
+def test_bad_models_and_gpus(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"bad")
+    with pytest.raises(ModelError):
+        explain(tmp_path / "bad.onnx", {})
+    with pytest.raises(DeviceError, match="Voodoo"):
+        explain(model, {"batch": 1}, gpu="Voodoo")
+    with pytest.raises(InputError, match="'batch'"):
+        explain(model, {})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ((2, 3), (4, 5), "differ: 3 and 4"),
+        ((), (4,), "rank 1"),
+        ((2, 3, 4), (3, 4, 5), "2 and 3"),
+        ((2, -1), (3, 4), "negative"),
+    ],
+)
+def test_shapes_that_do_not_fit_a_matmul(a: tuple[int, ...], b: tuple[int, ...], message) -> None:
+    with pytest.raises(ProblemError, match=message):
+        native.matmul_problem(a, b, native.Dtype.F32)
+
+
+def test_shapes_that_do_not_fit_a_gemm() -> None:
+    for a, b, c in (((2, 3), (4, 5), None), ((2, 3, 4), (4, 5), None), ((2, 3), (3, 4), (5,))):
+        with pytest.raises(ProblemError, match="Gemm"):
+            native.gemm_problem(a, b, c, native.Dtype.F32)
+    transposed = native.gemm_problem(
+        (3, 2), (4, 3), None, native.Dtype.F32, trans_a=True, trans_b=True
+    )
+    assert (transposed.m, transposed.n, transposed.k) == (2, 4, 3)
