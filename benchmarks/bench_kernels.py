@@ -3,10 +3,11 @@
     python -m benchmarks.bench_kernels --output rows.csv [--shapes gemm.csv] [--seconds 300]
     python -m benchmarks.bench_kernels --output oracle.csv --oracle
 
-Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking turns;
-figures are medians. One CSV row a shape; shapes that the output already holds are skipped, so that a run
-cut short goes on where it stopped. With `--oracle` one row for every kernel and K split that is legal for
-the shape: what `benchmarks.fit_costs` makes a table of measured costs from.
+Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking
+turns; figures are medians. One CSV row a shape; shapes that the output already holds are skipped,
+so that a run cut short goes on where it stopped. With `--oracle` one row for every kernel and K
+split that is legal for the shape: what `benchmarks.fit_costs` makes a table of measured costs
+from.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import csv
 import datetime
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.machine import Setting, environment
+from benchmarks.machine import Setting, architecture, environment, unpacked
 from benchmarks.measuring import (
     Ceilings,
     Launch,
@@ -58,10 +60,19 @@ class Shape:
     m: int
     n: int
     k: int
+    dtype: str = "f16"
+    layout: str = "nn"  # n: stored as multiplied, t: transposed; A, then B
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.id, self.dtype, self.layout
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.m}x{self.n}x{self.k} {self.dtype} {self.layout}"
 
 
 def built_in() -> Iterator[Shape]:
-    """A small list: BERT's and Llama's weights, odd ones, skinny ones with long K, small squares."""
+    """A small list: BERT's and Llama's weights, odd ones, long K at small N, small squares."""
     weights = (
         ("bert", 768, 768), ("bert", 3072, 768), ("bert", 768, 3072), ("llama", 4096, 4096),
         ("llama", 4096, 11008), ("odd", 1000, 2047), ("odd", 513, 771), ("small", 64, 64),
@@ -74,22 +85,19 @@ def built_in() -> Iterator[Shape]:
             number += 1
 
 
-def read_shapes(path: Path, core_only: bool) -> Iterator[Shape]:
-    """Rows of a CSV with the columns id, class, M, N, K and perhaps core."""
+def read_shapes(path: Path) -> Iterator[Shape]:
+    """Rows of a CSV with the columns id, class, M, N, K; those with core = 1 come first."""
     with path.open(newline="") as source:
-        for row in csv.DictReader(source):
-            if core_only and row.get("core", "1") != "1":
-                continue
-            yield Shape(row["id"], row["class"], int(row["M"]), int(row["N"]), int(row["K"]))
+        rows = sorted(csv.DictReader(source), key=lambda row: row.get("core", "1") != "1")
+    for row in rows:
+        yield Shape(row["id"], row["class"], int(row["M"]), int(row["N"]), int(row["K"]))
 
 
 class Bench:
-    """Measures shapes of one dtype and layout; rows go to the output as they are made."""
+    """Measures shapes; rows go to the output as they are made."""
 
-    def __init__(
-        self, setting: Setting, dtype: str, layout: str, output: Path, head: list[str]
-    ) -> None:
-        self.setting, self.dtype, self.layout = setting, dtype, layout
+    def __init__(self, setting: Setting, output: Path, head: list[str]) -> None:
+        self.setting = setting
         self.l2_bytes = torch.cuda.get_device_properties(setting.provider.ordinal).L2_cache_size
         self.done: set[tuple[str, str, str]] = set()
         fresh = not output.exists() or output.stat().st_size == 0
@@ -105,7 +113,7 @@ class Bench:
             self._out.writeheader()
 
     def write(self, shape: Shape, **row: Any) -> None:
-        shared = {"id": shape.id, "class": shape.kind, "dtype": self.dtype, "layout": self.layout,
+        shared = {"id": shape.id, "class": shape.kind, "dtype": shape.dtype, "layout": shape.layout,
                   "m": shape.m, "n": shape.n, "k": shape.k}  # fmt: skip
         rounded = {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in row.items()}
         self._out.writerow(shared | rounded)
@@ -113,10 +121,10 @@ class Bench:
 
     def prepare(self, shape: Shape) -> tuple[list[Operands], int]:
         """Rotated operand sets, and how many launches a graph should hold."""
-        bytes_each = DTYPES[self.dtype].itemsize
+        bytes_each = DTYPES[shape.dtype].itemsize
         moved = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) * bytes_each
         sets = rotation(moved, self.l2_bytes)
-        product = dense(shape.m, shape.n, shape.k, self.dtype, self.layout)
+        product = dense(shape.m, shape.n, shape.k, shape.dtype, shape.layout)
         device = self.setting.provider.torch_device
         operands = [Operands.allocate(product, device, seed) for seed in range(sets)]
         floor = Ceilings().floor_us(shape.m, shape.n, shape.k, 1, bytes_each)
@@ -155,7 +163,8 @@ class Bench:
             shape, kernel=self.setting.pack.kernels[regions[0].kernel].name,
             split=regions[0].split, regions=len(regions), predicted_us=plan.predicted_us,
             us=ours.median, low_us=ours.low, high_us=ours.high, cublas_us=cublas.median,
-            cublas_low_us=cublas.low, cublas_high_us=cublas.high, speedup=cublas.median / ours.median,
+            cublas_low_us=cublas.low, cublas_high_us=cublas.high,
+            speedup=cublas.median / ours.median,
         )  # fmt: skip
         return cublas.median / ours.median
 
@@ -186,7 +195,7 @@ class Bench:
         fastest = min(measured.values())
         mine = measured.get((chosen.kernel, chosen.split))
         share = f"{fastest / mine:.3f} of the best" if mine else "not among those measured"
-        say(f"{shape.id} {shape.m}x{shape.n}x{shape.k}: {len(rows)} candidates, best {fastest:.1f} us, "
+        say(f"{shape}: {len(rows)} candidates, best {fastest:.1f} us, "
             f"cuBLAS {cublas['cublas'].median:.1f} us, the planner's choice {share}")  # fmt: skip
 
     def _legal(self, problem: native.Problem) -> list[tuple[int, int, native.Plan]]:
@@ -235,23 +244,31 @@ def main() -> int:
         raise SystemExit("this measures a GPU, and torch finds none here")
     torch.backends.cuda.matmul.allow_tf32 = True  # as ONNX Runtime's fp32 MatMul
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    setting = Setting(Provider(ordinal=arguments.device, pack=arguments.pack), arguments.pack)
-    stop = time.monotonic() + arguments.seconds
-    shapes = list(
-        read_shapes(arguments.shapes, not arguments.all) if arguments.shapes else built_in()
-    )
-    head = ORACLE_HEAD if arguments.oracle else PLAN_HEAD
-    bench = Bench(setting, arguments.dtype, arguments.layout, arguments.output, head)
-    if arguments.oracle:
-        facts = json.dumps(device_facts(setting), indent=1)
-        arguments.output.with_suffix(".json").write_text(facts + "\n")
-    left = [
-        shape for shape in shapes if (shape.id, arguments.dtype, arguments.layout) not in bench.done
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    wanted = [
+        replace(shape, dtype=dtype, layout=layout)
+        for shape in (read_shapes(arguments.shapes) if arguments.shapes else built_in())
+        for dtype in arguments.dtype.split(",")
+        for layout in arguments.layout.split(",")
     ]
+    with tempfile.TemporaryDirectory() as folder:
+        pack = unpacked(arguments.pack, Path(folder))
+        setting = Setting(Provider(ordinal=arguments.device, pack=pack), pack)
+        bench = Bench(setting, arguments.output, ORACLE_HEAD if arguments.oracle else PLAN_HEAD)
+        left = [shape for shape in wanted if shape.key not in bench.done]
+        if arguments.oracle:
+            facts = json.dumps(device_facts(setting), indent=1)
+            arguments.output.with_suffix(".json").write_text(facts + "\n")
+        _measure(bench, left, arguments)
+    return 0
+
+
+def _measure(bench: Bench, left: list[Shape], arguments: argparse.Namespace) -> None:
+    stop = time.monotonic() + arguments.seconds
     ratios: list[float] = []
     for count, shape in enumerate(left):
         if time.monotonic() > stop:
-            say(f"the time is up; {len(left) - count} shapes are left")
+            say(f"the time is up; {len(left) - count} of {len(left)} are left")
             break
         if arguments.oracle:
             bench.oracle(shape, arguments.rounds, arguments.slowest)
@@ -259,11 +276,11 @@ def main() -> int:
             ratios.append(bench.compare(shape))
             if count % 20 == 0:
                 say(f"{count + 1} of {len(left)}: {shape}, {ratios[-1]:.3f} times cuBLAS")
-        torch.cuda.empty_cache()
     if ratios:
-        print(f"{len(ratios)} shapes, {arguments.dtype}: geometric mean {geometric_mean(ratios):.3f} of "
-              f"cuBLAS' speed, from {min(ratios):.3f} to {max(ratios):.3f}")  # fmt: skip
-    return 0
+        print(
+            f"{len(ratios)} products: geometric mean {geometric_mean(ratios):.3f} of cuBLAS' "
+            f"speed, from {min(ratios):.3f} to {max(ratios):.3f}"
+        )
 
 
 def _arguments() -> argparse.Namespace:
@@ -274,9 +291,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shapes", type=Path, help="CSV: id, class, M, N, K; default: a built-in list"
     )
-    parser.add_argument("--all", action="store_true", help="also rows of the list with core = 0")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="f16")
-    parser.add_argument("--layout", choices=("nn", "nt", "tn", "tt"), default="nn")
+    parser.add_argument("--dtype", default="f16", help="of f16, bf16, f32; several with commas")
+    parser.add_argument("--layout", default="nn", help="of nn, nt, tn, tt; several with commas")
     parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
     parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
     parser.add_argument(
@@ -284,15 +300,23 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--oracle", action="store_true", help="time every legal kernel and split")
     parser.add_argument("--rounds", type=int, default=5, help="replays per candidate with --oracle")
-    parser.add_argument("--slowest", type=float, default=3.0,
-                        help="leave out candidates predicted this many times slower than the best")  # fmt: skip
+    parser.add_argument(
+        "--slowest", type=float, default=3.0,
+        help="with --oracle, leave out what is predicted this many times slower than the best",
+    )  # fmt: skip
     arguments = parser.parse_args()
+    for name in arguments.dtype.split(","):
+        if name not in DTYPES:
+            parser.error(f"unknown dtype {name!r}; there are: {', '.join(DTYPES)}")
+    for name in arguments.layout.split(","):
+        if name not in ("nn", "nt", "tn", "tt"):
+            parser.error(f"unknown layout {name!r}; there are: nn, nt, tn, tt")
     if arguments.pack is None:
-        arguments.pack = packs.find_pack(90)
+        sm = architecture(arguments.device) or 90
+        arguments.pack = packs.find_pack(sm)
         if arguments.pack is None:
-            parser.error(
-                "there is no pack for sm_90; build one with `moonpoly pack`, or name it with --pack"
-            )
+            parser.error(f"there is no pack for sm_{sm}: build one with `moonpoly pack`, or name "
+                         "one with --pack")  # fmt: skip
     return arguments
 
 

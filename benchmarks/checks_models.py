@@ -209,8 +209,7 @@ def _bert(
     worst: dict[str, tuple[float, float]] = {}
     ratios = []
     for feed, reference in zip(feeds, references, strict=True):
-        device = provider.torch_device
-        tensors = {key: torch.from_numpy(value).to(device) for key, value in feed.items()}
+        tensors = _tensors(feed, provider)
         bound = [Bound(session, provider, tensors) for session in (ours, theirs)]
         errors = []
         for one in bound:
@@ -238,10 +237,16 @@ def _bert(
         )
     # No worse than ONNX Runtime's own run in the same precision (20% for other rounding), or exact.
     excess = max(mine / max(1.2 * other, 1e-5) for mine, other in worst.values())
-    record.check(f"{name} error / (1.2 x ort's own), worst of {len(worst)} shapes", excess <= 1, excess, 1,
-                 errors={shape: list(pair) for shape, pair in worst.items()})  # fmt: skip
+    record.check(
+        f"{name} error / (1.2 x ort's own), worst of {len(worst)} shapes", excess <= 1, excess, 1,
+        errors={shape: list(pair) for shape, pair in worst.items()},
+    )  # fmt: skip
     record.note(f"{name} geometric mean of time ratios", geometric_mean(ratios))
     _changing_shapes(ours, theirs, provider, feeds, record, name)
+
+
+def _tensors(feed: Mapping[str, Array], provider: Provider) -> dict[str, torch.Tensor]:
+    return {k: torch.from_numpy(value).to(provider.torch_device) for k, value in feed.items()}
 
 
 def _changing_shapes(
@@ -255,13 +260,7 @@ def _changing_shapes(
     """All shapes one after the other, again and again: what a serving process sees."""
     calls: dict[str, Callable[[], None]] = {}
     for who, session in (("ours", ours), ("ort", theirs)):
-        bound = [
-            Bound(
-                session, provider,
-                {key: torch.from_numpy(value).to(provider.torch_device) for key, value in feed.items()},
-            )
-            for feed in feeds
-        ]  # fmt: skip
+        bound = [Bound(session, provider, _tensors(feed, provider)) for feed in feeds]
 
         def sweep(bound: list[Bound] = bound) -> None:
             for one in bound:

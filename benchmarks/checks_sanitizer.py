@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -28,23 +29,26 @@ def sanitizer(setting: Setting, record: Recorder) -> None:
         sys.executable, "-m", "benchmarks.odd_shapes", "--pack", str(setting.pack_path),
         "--device", str(setting.provider.ordinal), "--seconds", f"{seconds:.0f}",
     ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=max(record.time_left(), 20), check=False
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+    try:
+        printed, _ = process.communicate(timeout=max(record.time_left(), 20))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and the program under it
+        printed, _ = process.communicate()
     report = log.read_text() if log.exists() else ""
-    covered = re.search(r"odd shapes: (\d+) of (\d+) kernels", done.stdout)
+    covered = re.search(r"odd shapes: (\d+) of (\d+) kernels", printed)
     if covered is None:
-        tail = "\n".join((done.stdout + done.stderr + report).splitlines()[-15:])
+        tail = "\n".join((printed + report).splitlines()[-15:])
         raise RuntimeError(
-            f"the checked program did not come to its end (exit {done.returncode}): {tail}"
+            f"the checked program did not come to its end (exit {process.returncode}): {tail}"
         )
     record.note("kernels covered", f"{covered[1]} of {covered[2]}")
-    record.check("values under the checker", done.returncode == 0, done.stdout.strip()[-200:])
+    record.check("values under the checker", process.returncode == 0, printed.strip()[-200:])
     errors = re.search(r"ERROR SUMMARY: (\d+) error", report)
-    record.check(
-        "memcheck errors", errors is not None and errors[1] == "0", errors[1] if errors else "no summary", 0,
-        first=_first_errors(report),
-    )  # fmt: skip
+    found = errors[1] if errors else "no summary"
+    record.check("memcheck errors", found == "0", found, 0, first=_first_errors(report))
 
 
 def _first_errors(report: str) -> list[str]:

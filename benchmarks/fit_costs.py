@@ -1,12 +1,13 @@
-"""Turns oracle timings into a table of measured costs, and says how well the planner chooses with it.
+"""Turns oracle timings into a table of measured costs; says how well the planner then chooses.
 
-    python -m benchmarks.fit_costs oracle.csv [more.csv] --pack sm_90.mpk --output gemm__nvidia-h200.json
+    python -m benchmarks.fit_costs oracle.csv [more.csv] --pack sm_90.mpk --output
+    gemm__nvidia-h200.json
 
-Needs no GPU. The native planner itself supplies the model: its prediction is linear in a kernel's costs
-up to the bandwidth floor, so that plans under probing costs give each measurement's coefficients, and
-a change of the model's formula needs no change here. The quality reported is the mean of (time of the
-planner's choice / best time measured): over the shapes fitted, and over every second shape when only the
-others were fitted.
+Needs no GPU. The native planner itself supplies the model: its prediction is linear in a kernel's
+costs up to the bandwidth floor, so that plans under probing costs give each measurement's
+coefficients, and a change of the model's formula needs no change here. The quality reported is
+the mean of (time of the planner's choice / best time measured): over the shapes fitted, and over
+every second shape when only the others were fitted.
 """
 
 from __future__ import annotations
@@ -143,9 +144,9 @@ class Coefficients:
 def fit(coefficients: Coefficients, us: Floats, blocks_per_sm: int) -> Floats:
     """(fixed, step, single_step) of one kernel that minimise the squared log error.
 
-    A start by least squares on what is not at the bandwidth floor, then a pattern search over the logs.
-    Where no SM held one block alone, or no wave was full, the prior decides the other step: blocks that
-    share an SM overlap by half.
+    A start by least squares on what is not at the bandwidth floor, then a pattern search over the
+    logs. Where no SM held one block alone, or no wave was full, the prior decides the other step:
+    blocks that share an SM overlap by half.
     """
     matrix = np.stack([coefficients.fixed, coefficients.step, coefficients.single], axis=1)
     target = us - coefficients.base
@@ -179,7 +180,7 @@ def fit(coefficients: Coefficients, us: Floats, blocks_per_sm: int) -> Floats:
 
 
 def fit_all(planner: Planner, rows: list[Row], coefficients: Coefficients) -> npt.NDArray[np.void]:
-    """Costs of every kernel that was measured; the others stay zero, which the planner never prefers."""
+    """Costs of every kernel that was measured; zeros, never preferred, for the others."""
     by_kernel: dict[int, list[int]] = defaultdict(list)
     for position, row in enumerate(rows):
         by_kernel[row.kernel].append(position)
@@ -204,8 +205,9 @@ class Quality:
 
     def __str__(self) -> str:
         return (
-            f"chosen / best: mean {self.mean:.4f}, worst {self.worst:.3f} over {self.shapes} shapes "
-            f"({self.unmeasured} choices were not timed); median prediction error {self.error:.1%}"
+            f"chosen / best: mean {self.mean:.4f}, worst {self.worst:.3f} over {self.shapes} "
+            f"shapes ({self.unmeasured} choices were not timed); "
+            f"median prediction error {self.error:.1%}"
         )
 
 

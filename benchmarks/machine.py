@@ -120,6 +120,16 @@ def unpacked(pack: Path, folder: Path) -> Path:
     return target
 
 
+def architecture(ordinal: int) -> int | None:
+    """90 for a GPU of compute capability 9.0, asked of nvidia-smi: this process must not touch CUDA
+    before it has forked. None where there is no such GPU.
+    """
+    found = _nvidia_smi("compute_cap")
+    if ordinal >= len(found) or not found[ordinal].replace(".", "").isdigit():
+        return None
+    return int(found[ordinal].replace(".", ""))
+
+
 def environment(setting: Setting, commit: str) -> dict[str, Any]:
     """Versions and hardware, for the head of a results file."""
     header: dict[str, Any] = {"commit": commit, "python": sys.version.split()[0]}
@@ -136,18 +146,18 @@ def environment(setting: Setting, commit: str) -> dict[str, Any]:
         info = setting.pack.header
         header["pack"] = {
             "file": setting.pack_path.name, "sm": info.sm, "key": info.key.decode(),
-            "triton": info.triton.decode(), "kernels": info.kernel_count, "tables": info.table_count,
-            "bytes": setting.pack_path.stat().st_size,
+            "triton": info.triton.decode(), "kernels": info.kernel_count,
+            "tables": info.table_count, "bytes": setting.pack_path.stat().st_size,
         }  # fmt: skip
     return header
 
 
-def _nvidia_smi(field: str) -> list[str] | str:
+def _nvidia_smi(field: str) -> list[str]:
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no nvidia-smi: {error}"
-    return done.stdout.strip().splitlines() if done.returncode == 0 else done.stderr.strip()
+        return [f"no nvidia-smi: {error}"]
+    return (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

@@ -1,7 +1,7 @@
 """Timing: GPU work inside CUDA graphs on operands rotated beyond L2, host calls by the wall clock.
 
-Candidates that are compared take turns within every round, so that clock changes and neighbours on the
-machine touch all of them alike; the figure reported is the median over rounds.
+Candidates that are compared take turns within every round, so that clock changes and neighbours
+on the machine touch all of them alike; the figure reported is the median over rounds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def launches_per_graph(floor_us: float, sets: int, target_us: float = 400.0) -> 
 
 
 def capture(launch: Launch, sets: int, launches: int) -> torch.cuda.CUDAGraph:
-    """Records `launches` calls of `launch`, the operand sets in rotation, after one call as warm-up."""
+    """Records `launches` calls, the operand sets in rotation, after one call as warm-up."""
     launch(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -88,7 +88,7 @@ def _event() -> Any:
 def time_graphs(
     graphs: Mapping[str, torch.cuda.CUDAGraph], launches: int, rounds: int
 ) -> dict[str, Timing]:
-    """Microseconds per launch of each graph (all hold `launches`), replayed in turn `rounds` times."""
+    """Microseconds per launch of graphs that all hold `launches`, replayed in turn."""
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():

@@ -2,9 +2,9 @@
 
     compute-sanitizer --tool memcheck --padding 256 python -m benchmarks.odd_shapes --pack sm_90.mpk
 
-Made for a memory checker: an allocator that pools memory, as torch's does, would hide accesses out of
-bounds. Kernels come in a shuffled order, so that a run cut short has seen all sorts. Exit codes: 0 all
-right, 1 a wrong result.
+Made for a memory checker: an allocator that pools memory, as torch's does, would hide accesses
+out of bounds. Kernels come in a shuffled order, so that a run cut short has seen all sorts. Exit
+codes: 0 all right, 1 a wrong result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class Driver:
     """The few CUDA driver calls needed, on a device's primary context."""
 
     def __init__(self, ordinal: int) -> None:
-        self.cuda = ctypes.CDLL("libcuda.so.1")
+        try:
+            self.cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise DeviceError(f"this needs an NVIDIA driver: {error}") from error
         self.call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuDeviceGet", ctypes.byref(device), ordinal)
@@ -94,13 +97,27 @@ class Buffer:
         )
 
 
+def sizes(kernel: native.KernelRecord, split: int) -> tuple[int, int, int]:
+    """Sizes just beyond a tile and a K step, as odd as the alignment of stored rows lets them."""
+    element = DTYPES[kernel.dtype].itemsize
+    a, b, c = (align // element for align in (kernel.align_a, kernel.align_b, kernel.align_c))
+    units = (
+        a if kernel.trans_a else 1,
+        max(c, 1 if kernel.trans_b else b),
+        max(1 if kernel.trans_a else a, b if kernel.trans_b else 1),
+    )
+    wanted = (kernel.bm + 3, kernel.bn + 5, kernel.bk * split + 3)
+    m, n, k = (-(-size // unit) * unit for size, unit in zip(wanted, units, strict=True))
+    return m, n, k
+
+
 def check(
     driver: Driver, launcher: native.Launcher, pack: native.Pack, device: native.Device, index: int
 ) -> float:
     """The relative error of one kernel, as a share of its limit."""
     kernel = pack.kernels[index]
     split = 3 if kernel.split_k else 1
-    m, n, k = kernel.bm + 3, kernel.bn + 5, kernel.bk * split + 3
+    m, n, k = sizes(kernel, split)
     rng, dtype = np.random.default_rng(index), DTYPES[kernel.dtype]
     a = rng.standard_normal((k, m) if kernel.trans_a else (m, k)).astype(dtype)
     b = rng.standard_normal((n, k) if kernel.trans_b else (k, n)).astype(dtype)
@@ -109,7 +126,8 @@ def check(
     row = Buffer(driver, bias, dtype.itemsize)
     out = Buffer(driver, np.full((m, n), np.nan, dtype), kernel.align_c)
     problem = native.Problem(
-        dtype=kernel.dtype, precision=kernel.precision, trans_a=kernel.trans_a, trans_b=kernel.trans_b,
+        dtype=kernel.dtype, precision=kernel.precision,
+        trans_a=kernel.trans_a, trans_b=kernel.trans_b,
         m=m, n=n, k=k, batch=1, lda=left.pitch, ldb=right.pitch, ldc=out.pitch,
         a_div=1, a_mod=1, b_div=1, b_mod=1,
         align_a=kernel.align_a, align_b=kernel.align_b, align_c=kernel.align_c,

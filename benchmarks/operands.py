@@ -1,15 +1,16 @@
-"""Products to check kernels with: operands inside NaN, results inside guard bands, float64 references.
+"""Products to check kernels with: operands inside NaN, results inside guards, exact references.
 
-A `Product` says what is multiplied and how it lies in memory, down to the exact alignment; `Operands`
-puts it on a device. Everything outside an operand (in front, behind, between its rows and batch entries)
-is NaN, so a read out of bounds shows in the result; everything outside the result, and the result itself
-before the run, is a fixed NaN pattern, so a stray or missing store shows too.
+A `Product` says what is multiplied and how it lies in memory, down to the exact alignment;
+`Operands` puts it on a device. Everything outside an operand (in front, behind, between its rows
+and batch entries) is NaN, so a read out of bounds shows in the result; everything outside the
+result, and the result itself before the run, is a fixed NaN pattern, so a stray or missing store
+shows too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ def error_limit(dtype: str, precision: str, k: int) -> float:
 class Product:
     """Y[z] = alpha * op(A[(z // a_div) % a_mod]) @ op(B[(z // b_div) % b_mod]) + beta * C.
 
-    `align_*` are exact: the largest power of two, in bytes and up to 16, that divides the base pointer,
-    the row pitch and the batch stride. `bias` is one of `BIAS_CODES`.
+    `align_*` are exact: the largest power of two, in bytes and up to 16, that divides the base
+    pointer, the row pitch, the batch stride and the length of a stored row; `fitted` makes the
+    sizes agree. `bias` is one of `BIAS_CODES`.
     """
 
     m: int
@@ -64,6 +66,18 @@ class Product:
     def limit(self) -> float:
         return error_limit(self.dtype, self.precision, self.k)
 
+    def fitted(self) -> Product:
+        """The product with sizes rounded up to what the alignment of its stored rows asks for."""
+        units = [align // DTYPES[self.dtype].itemsize for align in self.aligns]
+        m = _round_up(self.m, units[0] if self.trans_a else 1)
+        n = _round_up(self.n, max(units[2], 1 if self.trans_b else units[1]))
+        k = _round_up(self.k, max(1 if self.trans_a else units[0], units[1] if self.trans_b else 1))
+        return replace(self, m=m, n=n, k=k)
+
+    @property
+    def aligns(self) -> tuple[int, int, int]:
+        return self.align_a, self.align_b, self.align_c
+
     def __str__(self) -> str:
         parts = [f"{self.m}x{self.n}x{self.k}", self.dtype]
         if self.dtype == "f32":
@@ -79,8 +93,12 @@ class Product:
         return " ".join(parts)
 
 
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
 def pitch_for(columns: int, element_bytes: int, align: int, slack: int = 1) -> int:
-    """The least row pitch >= columns + slack, in elements, whose bytes have exactly alignment `align`."""
+    """The least row pitch >= columns + slack, in elements, of exactly that alignment in bytes."""
     pitch = max(columns + slack, 1)
     while math.gcd(pitch * element_bytes, 16) != align:
         pitch += 1
@@ -225,8 +243,8 @@ def _fields(p: Product, a: Stack, b: Stack, y: Stack, c: Stack | None) -> dict[s
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     """||y - reference|| / ||reference|| over finite entries; Inf when NaN or Inf lie elsewhere.
 
-    `reference` is float64 and is rounded to y's dtype before the places of Inf are compared, so that an
-    overflow of the dtype counts as Inf on both sides.
+    `reference` is float64 and is rounded to y's dtype before the places of Inf are compared, so
+    that an overflow of the dtype counts as Inf on both sides.
     """
     if y.shape != reference.shape:
         raise ValueError(f"shapes differ: {tuple(y.shape)} and {tuple(reference.shape)}")

@@ -1,8 +1,8 @@
-"""What a validation run finds, written down as it is found, and sections that cannot take others down.
+"""What a validation run finds, written down as found; sections that cannot take others down.
 
-Each section runs in a process of its own: a fault on the GPU, which poisons a CUDA context for good, a
-crash or a hang ends that section and nothing else. Findings travel as JSON lines in a file, so that what
-was found before a kill is kept.
+Each section runs in a process of its own: a fault on the GPU, which poisons a CUDA context for
+good, a crash or a hang ends that section and nothing else. Findings travel as JSON lines in a
+file, so that what was found before a kill is kept.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Recorder:
         limit: float | int | str | None = None,
         **details: Any,
     ) -> bool:
-        """A statement that must hold; `figure` is what was found and `limit` what it must not exceed."""
+        """What must hold; `figure` is what was found, `limit` what it must not exceed."""
         self._write(
             {"check": name, "passed": bool(passed), "figure": figure, "limit": limit, **details}
         )
@@ -168,9 +168,9 @@ def isolate(
 ) -> list[str]:
     """Works through items in a child process; returns those not reached before the deadline.
 
-    An item that raises, crashes the child or is silent for `patience` seconds is given to `on_fault`
-    with the reason, and a fresh child goes on behind it. The first item of a child gets twice the
-    patience, since it brings up CUDA.
+    An item that raises, crashes the child or is silent for `patience` seconds is given to
+    `on_fault` with the reason, and a fresh child goes on behind it. The first item of a child
+    gets twice the patience, since it brings up CUDA.
     """
     at = 0
     while at < len(items) and time.monotonic() < deadline:

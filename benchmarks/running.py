@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions for the drivers: ours and plain, torch tensors bound in place, nodes counted."""
+"""ONNX Runtime sessions for the drivers: ours and plain, with torch tensors bound in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ELEMENTS = {
 
 @dataclass(frozen=True)
 class Provider:
-    """Where sessions run: an execution provider and, for CUDA, the device's ordinal and the pack."""
+    """Where sessions run: an execution provider and, for CUDA, the device and the pack."""
 
     name: str = CUDA
     ordinal: int = 0
@@ -83,7 +83,8 @@ def our_session(
 ) -> ort.InferenceSession:
     """`moonpoly_ort.InferenceSession`: the model is rewritten, and on CUDA the library registered.
 
-    Raises where the library cannot be used on CUDA: a quiet fallback would measure ONNX Runtime itself.
+    Raises where the library cannot be used on CUDA: a quiet fallback would measure ONNX Runtime
+    itself.
     """
     source = str(model) if isinstance(model, Path) else model
     return moonpoly_ort.InferenceSession(
@@ -95,8 +96,8 @@ def our_session(
 class Bound:
     """A session whose inputs and outputs are torch tensors on its device; `run` is synchronous.
 
-    Outputs named in `outputs` are written in place (which also works for bf16, unknown to numpy); the
-    others are allocated by ONNX Runtime and read back with `fetch`.
+    Outputs named in `outputs` are written in place (which also works for bf16, unknown to numpy);
+    the others are allocated by ONNX Runtime and read back with `fetch`.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ def executed_nodes(
     *,
     ours: bool,
 ) -> Counter[tuple[str, str]]:
-    """Which nodes one run executes, counted by (operator, provider), read from ONNX Runtime's profile."""
+    """The nodes that one run executes, by (operator, provider), from ONNX Runtime's profile."""
     with tempfile.TemporaryDirectory() as folder:
         options = session_options()
         options.enable_profiling = True

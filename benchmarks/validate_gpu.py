@@ -2,9 +2,9 @@
 
     python -m benchmarks.validate_gpu --output results.json [--pack sm_90.mpk] [--models FOLDER]
 
-Each section runs in its own process with its own time limit; what it finds is in the results file at
-once. The last lines are a table: section, checks that hold, the worst figure and its limit. Exit codes:
-0 everything holds, 1 something does not, 2 the arguments are wrong.
+Each section runs in its own process with its own time limit; what it finds is in the results file
+at once. The last lines are a table: section, checks that hold, the worst figure and its limit.
+Exit codes: 0 everything holds, 1 something does not, 2 the arguments are wrong.
 
 With `--provider CPUExecutionProvider` it rehearses on a machine without a GPU: models run on ONNX
 Runtime's own kernels, the kernels (few of them, with `--quick`) in Triton's interpreter.
@@ -26,8 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnxruntime as ort
+
 from benchmarks import checks_execution, checks_kernels, checks_models, checks_sanitizer
-from benchmarks.machine import Setting, environment, unpacked
+from benchmarks.machine import Setting, architecture, environment, unpacked
 from benchmarks.recording import START, Outcome, Recorder, plain, run_section, say
 from benchmarks.running import CUDA, Provider
 from moonpoly_ort import packs
@@ -70,13 +72,13 @@ class Results:
     def table(self) -> str:
         """A line for each section and for each check that does not hold."""
         lines = [
-            f"{'section':12} {'status':8} {'checks':>8} {'s':>6}  what is nearest to its limit, or over it"
+            f"{'section':12} {'status':8} {'checks':>8} {'s':>6}  nearest to its limit, or over it"
         ]
         for name, outcome in self.sections.items():
             held = sum(check["passed"] for check in outcome.checks)
+            share, seconds = f"{held}/{len(outcome.checks)}", f"{outcome.seconds:.1f}"
             lines.append(
-                f"{name:12} {outcome.status:8} {f'{held}/{len(outcome.checks)}':>8} {outcome.seconds:6.1f}  "
-                f"{_telling(outcome)}"
+                f"{name:12} {outcome.status:8} {share:>8} {seconds:>6}  {_telling(outcome)}"
             )
             for check in outcome.checks:
                 if not check["passed"]:
@@ -110,16 +112,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="moonpoly-") as folder:
         work = Path(folder)
         pack = unpacked(arguments.pack, work)
+        bert = arguments.bert or work / "bert"
         setting = Setting(
-            Provider(arguments.provider, arguments.device, pack), pack, arguments.models, arguments.bert or work / "bert", work,
-            arguments.seed, arguments.quick,
+            Provider(arguments.provider, arguments.device, pack), pack, arguments.models, bert,
+            work, arguments.seed, arguments.quick,
         )  # fmt: skip
         exporting = None
         if arguments.bert is None and {"bert", "times"} & set(arguments.sections):
             layers = "2" if arguments.quick else "12"
             with (work / "bert.log").open("w") as log:
                 exporting = subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.bert", str(work / "bert"), "--layers", layers],
+                    [sys.executable, "-m", "benchmarks.bert", str(bert), "--layers", layers],
                     stdout=log, stderr=subprocess.STDOUT,
                 )  # fmt: skip
         try:
@@ -198,8 +201,12 @@ def _arguments() -> argparse.Namespace:
     arguments.sections = [name for name in arguments.sections.split(",") if name]
     if unknown := [name for name in arguments.sections if name not in SECTIONS]:
         parser.error(f"unknown section {unknown[0]!r}; there are: {', '.join(SECTIONS)}")
+    if arguments.provider not in ort.get_available_providers():
+        parser.error(f"onnxruntime {ort.__version__} has no {arguments.provider}, only "
+                     f"{', '.join(ort.get_available_providers())}")  # fmt: skip
     if arguments.pack is None:
-        arguments.pack = packs.find_pack(90) or packs.catalog(90)
+        sm = architecture(arguments.device) or 90
+        arguments.pack = packs.find_pack(sm) or packs.catalog(sm)
     elif not arguments.pack.is_file():
         parser.error(f"there is no pack {arguments.pack}; build one with `moonpoly pack`")
     return arguments

