@@ -51,9 +51,9 @@ struct OrtApi {
   OrtStatus* (*GetTensorMutableData)(OrtValue* value, void** out);
   OrtFn unused_52[5];
   OrtStatus* (*CreateTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo** out);
-  OrtFn unused_58;
+  OrtStatus* (*SetTensorElementType)(OrtTensorTypeAndShapeInfo* info, int32_t type);
   OrtStatus* (*SetDimensions)(OrtTensorTypeAndShapeInfo* info, const int64_t* dims, size_t count);
-  OrtFn unused_60;
+  OrtStatus* (*GetTensorElementType)(const OrtTensorTypeAndShapeInfo* info, int32_t* out);
   OrtStatus* (*GetDimensionsCount)(const OrtTensorTypeAndShapeInfo* info, size_t* out);
   OrtStatus* (*GetDimensions)(const OrtTensorTypeAndShapeInfo* info, int64_t* dims, size_t count);
   OrtStatus* (*GetSymbolicDimensions)(const OrtTensorTypeAndShapeInfo* info, const char** names,
@@ -121,7 +121,9 @@ MOONPOLY_SLOT(CreateCustomOpDomain, 26);
 MOONPOLY_SLOT(AddCustomOpDomain, 28);
 MOONPOLY_SLOT(GetTensorMutableData, 51);
 MOONPOLY_SLOT(CreateTensorTypeAndShapeInfo, 57);
+MOONPOLY_SLOT(SetTensorElementType, 58);
 MOONPOLY_SLOT(SetDimensions, 59);
+MOONPOLY_SLOT(GetTensorElementType, 60);
 MOONPOLY_SLOT(GetDimensionsCount, 61);
 MOONPOLY_SLOT(GetSymbolicDimensions, 63);
 MOONPOLY_SLOT(GetTensorTypeAndShape, 65);

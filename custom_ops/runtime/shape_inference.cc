@@ -76,9 +76,15 @@ OrtStatus* infer_matmul_shape(const OrtApi* api, OrtShapeInferContext* context) 
       values.push_back(dim.value);
       names.push_back(dim.value >= 0 ? "" : dim.name);
     }
+    // ONNX Runtime takes the element type from here too, over the one that the op declares.
+    OrtTensorTypeAndShapeInfo* input = nullptr;  // stays the context's
+    ort(ort->ShapeInferContext_GetInputTypeShape(context, 0, &input));
+    int32_t element = 0;
+    ort(ort->GetTensorElementType(input, &element));
     OrtTensorTypeAndShapeInfo* info = nullptr;
     ort(ort->CreateTensorTypeAndShapeInfo(&info));
-    OrtStatus* status = ort->SetDimensions(info, values.data(), values.size());
+    OrtStatus* status = ort->SetTensorElementType(info, element);
+    if (!status) status = ort->SetDimensions(info, values.data(), values.size());
     if (!status) status = ort->SetSymbolicDimensions(info, names.data(), names.size());
     if (!status) status = ort->ShapeInferContext_SetOutputTypeShape(context, 0, info);
     ort->ReleaseTensorTypeAndShapeInfo(info);

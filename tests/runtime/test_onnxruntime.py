@@ -233,6 +233,38 @@ def test_bf16_between_casts(catalog_path: Path) -> None:
     assert PROBLEMS[-1].dtype == native.Dtype.BF16
 
 
+@pytest.mark.parametrize("element", [TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT])
+def test_types_pass_from_node_to_node(catalog_path: Path, element: int) -> None:
+    """Where shapes are known, the inferred type of one product is the declared input of the next."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", ["x0"], ["a"], to=element),
+            helper.make_node("Cast", ["x1"], ["b"], to=element),
+            helper.make_node("MatMul", ["a", "b"], ["c"], domain="ai.moonpoly"),
+            helper.make_node("MatMul", ["c", "b"], ["d"], domain="ai.moonpoly"),
+            helper.make_node("Gemm", ["d", "b"], ["e"], domain="ai.moonpoly"),
+            helper.make_node("Add", ["e", "d"], ["f"]),
+            helper.make_node("Cast", ["f"], ["y"], to=TensorProto.FLOAT),
+        ],
+        "g",
+        [
+            helper.make_tensor_value_info("x0", TensorProto.FLOAT, ["rows", 8]),
+            helper.make_tensor_value_info("x1", TensorProto.FLOAT, [8, 8]),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+    )
+    if element == TensorProto.BFLOAT16:  # ONNX Runtime adds no bfloat16 on the CPU
+        graph.node[5].op_type = "Identity"
+        del graph.node[5].input[1:]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.moonpoly", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    inputs = [random([6, 8], 1), random([8, 8], 2)]
+    got = run(session(model, options(catalog_path)), inputs)
+    x, w = (i.astype(np.float64) for i in inputs)
+    exact = x @ w @ w @ w + (0 if element == TensorProto.BFLOAT16 else x @ w @ w)
+    assert np.linalg.norm(got - exact) / np.linalg.norm(exact) < 2e-2
+
+
 @pytest.mark.parametrize(
     ("op", "shapes", "message"),
     [
