@@ -178,6 +178,8 @@ class Aligned:
     def __init__(self, array: npt.NDArray[np.generic], offset: int = 0) -> None:
         self._store = np.zeros(array.nbytes + 128, np.uint8)
         start = -self._store.ctypes.data % 64 + offset
-        self.array = self._store[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        self.array = (
+            self._store[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        )
         self.array[...] = array
         self.address = self._store.ctypes.data + start
