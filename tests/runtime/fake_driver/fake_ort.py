@@ -231,7 +231,7 @@ class FakeOrt:
             assert level == 2
             self.warnings.append(text.decode())
 
-    # ---- what a session does -----------------------------------------------------------------------
+    # ---- what a session does ----
     def _raise(self, status: int | None) -> None:
         if status:
             self.live["status"] -= 1
