@@ -88,8 +88,9 @@ def test_stray_and_missing_writes_are_counted(dtype: str) -> None:
 def test_special_values_must_stand_in_their_places() -> None:
     exact = torch.tensor([1.0, math.nan, math.inf, -math.inf, 1e6], dtype=torch.float64)
     assert relative_error(exact.half(), exact) == 0.0  # 1e6 is Inf in fp16
-    for wrong in ([1, 0, math.inf, -math.inf, math.inf], [1, math.nan, math.inf, math.inf, math.inf],
-                  [math.nan, math.nan, math.inf, -math.inf, math.inf]):  # fmt: skip
+    for place, value in ((0, math.nan), (1, 0.0), (3, math.inf), (4, 1.0)):
+        wrong = exact.tolist()
+        wrong[place] = value
         assert relative_error(torch.tensor(wrong).half(), exact) == math.inf
     zeros = torch.zeros(3, dtype=torch.float64)
     assert relative_error(zeros.half(), zeros) == 0.0
