@@ -177,7 +177,7 @@ def test_modules_are_loaded_once_and_shared(pack: native.Pack, launcher: native.
     plan = pack.plan(native.device_query(1), case.problem)
     case.run(launcher, pack, plan)
     modules, functions = driver.fake_modules(), driver.fake_functions_loaded()
-    assert modules == functions > 0
+    assert modules > 0
     with native.Launcher(pack, 1) as second:
         driver.fake_reset()
         case.run(second, pack, plan)

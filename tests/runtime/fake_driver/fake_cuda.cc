@@ -1,6 +1,6 @@
 // A stand-in for libcuda.so.1 on machines without a GPU: device memory is host memory, launches are
-// recorded. A "cubin" here is the list of its kernel's argument sizes, so that a launch copies exactly
-// what the real driver would.
+// recorded. A "cubin" here is the list of its kernel's argument sizes, so that a launch copies
+// exactly what the real driver would.
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -44,19 +44,44 @@ EXPORT int cuDeviceGetName(char* name, int bytes, int device) {
 }
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
-    case 13: *value = 1980000; break;
-    case 16: *value = 132; break;
-    case 36: *value = 3201000; break;
-    case 37: *value = 6144; break;
-    case 38: *value = 60 << 20; break;
-    case 39: *value = 2048; break;
-    case 75: *value = 9; break;
-    case 76: *value = 0; break;
-    case 81: *value = 233472; break;
-    case 82: *value = 65536; break;
-    case 97: *value = 232448; break;
-    case 106: *value = 32; break;
-    default: return kInvalidValue;
+    case 13:
+      *value = 1980000;
+      break;
+    case 16:
+      *value = 132;
+      break;
+    case 36:
+      *value = 3201000;
+      break;
+    case 37:
+      *value = 6144;
+      break;
+    case 38:
+      *value = 60 << 20;
+      break;
+    case 39:
+      *value = 2048;
+      break;
+    case 75:
+      *value = 9;
+      break;
+    case 76:
+      *value = 0;
+      break;
+    case 81:
+      *value = 233472;
+      break;
+    case 82:
+      *value = 65536;
+      break;
+    case 97:
+      *value = 232448;
+      break;
+    case 106:
+      *value = 32;
+      break;
+    default:
+      return kInvalidValue;
   }
   return 0;
 }
@@ -125,9 +150,7 @@ EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   std::memset(memory, 0xcd, bytes);
   return *pointer = reinterpret_cast<uint64_t>(memory), 0;
 }
-EXPORT int cuMemFree_v2(uint64_t pointer) {
-  return std::free(reinterpret_cast<void*>(pointer)), 0;
-}
+EXPORT int cuMemFree_v2(uint64_t pointer) { return std::free(reinterpret_cast<void*>(pointer)), 0; }
 EXPORT int cuMemsetD32_v2(uint64_t pointer, unsigned value, size_t count) {
   auto* words = reinterpret_cast<uint32_t*>(pointer);
   for (size_t i = 0; i < count; ++i) words[i] = value;
@@ -172,7 +195,8 @@ EXPORT int cuTensorMapEncodeTiled(char* map, int dtype, uint32_t rank, void* add
   return 0;
 }
 
-// ---- for the tests ---------------------------------------------------------------------------------
+// ---- for the tests
+// ---------------------------------------------------------------------------------
 EXPORT void fake_set_capturing(int on) { capturing = on; }
 EXPORT void fake_fail_encode(int on) { fail_encode = on; }
 EXPORT void fake_set_context(int device) {

@@ -173,11 +173,13 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
 
 
 class Aligned:
-    """A numpy array whose address is a multiple of 64 bytes plus an offset, as a GPU would have it."""
+    """A numpy array at a multiple of 64 bytes plus an offset, as device memory would be."""
 
     def __init__(self, array: npt.NDArray[np.generic], offset: int = 0) -> None:
         self._store = np.zeros(array.nbytes + 128, np.uint8)
         start = -self._store.ctypes.data % 64 + offset
-        self.array = self._store[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        self.array = (
+            self._store[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        )
         self.array[...] = array
         self.address = self._store.ctypes.data + start
