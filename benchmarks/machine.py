@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import onnxruntime as ort
 import torch
 
 from benchmarks.operands import Operands
@@ -138,6 +139,7 @@ def environment(setting: Setting, commit: str) -> dict[str, Any]:
             header[name] = version(name)
         except PackageNotFoundError:
             header[name] = None
+    header["onnxruntime in use"] = ort.__version__  # two may be installed
     header["torch cuda"] = torch.version.cuda
     header["gpu"] = _nvidia_smi("name")
     header["driver"] = _nvidia_smi("driver_version")
