@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,9 @@ from .custom_ops.kernels.spec import Dtype, Family, KernelSpec, name
 from .errors import MissingDependencyError, MoonPolyError
 
 if TYPE_CHECKING:
-    from .native import Plan, Problem, Region
+    from .native import Pack, Plan, Problem, Region
 
-__all__ = ["install", "run_plan"]
+__all__ = ["install", "run", "run_plan"]
 
 
 def _torch() -> Any:
@@ -73,12 +74,12 @@ def _elements(torch: Any, address: int, dtype: Dtype, count: int) -> Any:
 
 
 def run_plan(
-    specs: Sequence[KernelSpec], problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int
+    specs: Sequence[KernelSpec] | Mapping[int, KernelSpec], problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int
 ) -> None:
     """Computes a planned problem on host memory.
 
     Args:
-        specs: the kernels that the plan's indices refer to, in pack order.
+        specs: the kernels by the indices of the plan.
         problem, plan: `mp_problem` and a plan for it.
         a, b, bias, y: addresses of the operands, laid out as `problem` says; no bias: None or 0.
 
@@ -149,15 +150,27 @@ def _run_region(
     )
 
 
-def install(pack: str | os.PathLike[str]) -> None:
-    """Makes the CPU ops of `moonpoly.backend=interpreter` run plans made from this pack or catalog.
+def run(
+    pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int
+) -> None:
+    """`run_plan` for a plan made from an open pack or catalog."""
+    records = pack.kernels
+    used = {r.kernel: records[r.kernel] for r in plan.regions}
+    specs = {i: pack_format.decode_spec(partial(getattr, record)) for i, record in used.items()}
+    run_plan(specs, problem, plan, a, b, bias, y)
+
+
+def install(pack: str | os.PathLike[str] | None = None) -> None:
+    """Makes the CPU ops of `moonpoly.backend=interpreter` run plans made from this pack or catalog,
+    by default the catalog for sm_90. One pack at a time, for all sessions of the process.
 
     Raises PackError for a bad pack, MissingDependencyError without Triton or torch.
     """
-    from . import native
+    from . import native, packs
 
     _torch()
-    specs = [kernel.spec for kernel in pack_format.read_pack(pack).kernels]
+    kernels = pack_format.read_pack(pack or packs.catalog(90)).kernels
+    specs = [kernel.spec for kernel in kernels]
 
     def interpret(problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
         run_plan(specs, problem, plan, a, b, bias, y)
