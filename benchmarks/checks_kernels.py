@@ -136,9 +136,11 @@ def check_run(
         faults.append(f"{missing} elements not written")
     if left := setting.runner.counters_left():
         faults.append(f"{left} counters left non-zero")
-    share = relative_error(operands.y.view, operands.reference()) / product.limit
+    reference = operands.reference()
+    limit = operands.limit(reference)
+    share = relative_error(operands.y.view, reference) / limit
     if not share <= 1.0:
-        faults.append(f"error {share * product.limit:.3g}, limit {product.limit:.3g}")
+        faults.append(f"error {share * limit:.3g}, limit {limit:.3g}")
     if repeat:
         first = operands.y.storage.clone()
         operands.y.poison(product.dtype)
