@@ -8,6 +8,7 @@ attributes of each node into the body; a rewritten node therefore spells out eve
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import onnx
 
@@ -117,7 +118,7 @@ def declare(model: onnx.ModelProto, op_types: Iterable[str], opset: int) -> None
     import_into(model.opset_import)
 
 
-def import_into(imports: object) -> None:
+def import_into(imports: Any) -> None:
     """Adds the domain to the opset imports of a model or a function, once."""
-    if all(entry.domain != DOMAIN for entry in imports):  # type: ignore[attr-defined]
-        imports.add(domain=DOMAIN, version=VERSION)  # type: ignore[attr-defined]
+    if all(entry.domain != DOMAIN for entry in imports):
+        imports.add(domain=DOMAIN, version=VERSION)

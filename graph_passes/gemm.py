@@ -11,7 +11,15 @@ import onnx_ir as ir
 
 from .domain import DOMAIN
 from .report import Reason, Refusal
-from .rule import Rule, Scope, refuse_dtype, refuse_malformed, refuse_opset, refuse_static
+from .rule import (
+    Rule,
+    Scope,
+    refuse_dtype,
+    refuse_inner,
+    refuse_malformed,
+    refuse_opset,
+    refuse_static,
+)
 
 _FLAGS = ("transA", "transB")
 _FACTORS = ("alpha", "beta")
@@ -55,10 +63,7 @@ class GemmRule(Rule):
                 return Refusal(Reason.INVALID, f"{name} is {shape}; Gemm needs rank 2")
         if a is None or b is None:
             return None
-        inner = (
+        return refuse_inner(
             a[0 if node.attributes.get_int("transA", 0) else 1],
             b[1 if node.attributes.get_int("transB", 0) else 0],
         )
-        if all(isinstance(size, int) and size > 0 for size in inner) and inner[0] != inner[1]:
-            return Refusal(Reason.INVALID, f"inner dimensions differ: A is {a}, B is {b}")
-        return None

@@ -9,7 +9,15 @@ import onnx_ir as ir
 
 from .domain import DOMAIN
 from .report import Reason, Refusal
-from .rule import Rule, Scope, refuse_dtype, refuse_malformed, refuse_opset, refuse_static
+from .rule import (
+    Rule,
+    Scope,
+    refuse_dtype,
+    refuse_inner,
+    refuse_malformed,
+    refuse_opset,
+    refuse_static,
+)
 
 
 class MatMulRule(Rule):
@@ -35,7 +43,4 @@ class MatMulRule(Rule):
             return Refusal(Reason.INVALID, "an operand has rank 0; MatMul needs 1 or more")
         if a is None or b is None:
             return None
-        inner = a[-1], b[0] if len(b) == 1 else b[-2]
-        if all(isinstance(size, int) and size > 0 for size in inner) and inner[0] != inner[1]:
-            return Refusal(Reason.INVALID, f"inner dimensions differ: A is {a}, B is {b}")
-        return None
+        return refuse_inner(a[-1], b[0] if len(b) == 1 else b[-2])

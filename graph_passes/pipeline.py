@@ -133,7 +133,8 @@ def _refuse(
     refusals = []
     for view in views:
         for attribute in node.attribute:
-            if attribute.ref_attr_name and attribute.name not in view.attributes:
+            bound = view.attributes.get(attribute.name)
+            if attribute.ref_attr_name and (bound is None or bound.is_ref()):
                 return Refusal(
                     Reason.UNBOUND_ATTRIBUTE,
                     f"a call of its function gives no value for {attribute.ref_attr_name!r}",

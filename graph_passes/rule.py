@@ -123,6 +123,13 @@ def refuse_dtype(node: ir.Node, scope: Scope) -> Refusal | None:
     return None
 
 
+def refuse_inner(of_a: object, of_b: object) -> Refusal | None:
+    """The dimensions that are summed over must agree, where both are known."""
+    if isinstance(of_a, int) and isinstance(of_b, int) and of_a != of_b:
+        return _invalid(f"inner dimensions differ: {of_a} in A, {of_b} in B")
+    return None
+
+
 def refuse_static(node: ir.Node, scope: Scope) -> Refusal | None:
     """ONNX Runtime folds constant products; for fixed shapes vendor libraries are well tuned."""
     activations = [

@@ -9,10 +9,11 @@ node of the main graph or of a subgraph has one.
 
 from __future__ import annotations
 
+import contextlib
 import graphlib
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
@@ -52,8 +53,10 @@ def walk(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.FunctionProto | Non
             yield where, function, node
 
 
-def _walk_nodes(where: str, nodes: object) -> Iterator[tuple[str, onnx.NodeProto]]:
-    for index, node in enumerate(nodes):  # type: ignore[arg-type,var-annotated]
+def _walk_nodes(
+    where: str, nodes: Iterable[onnx.NodeProto]
+) -> Iterator[tuple[str, onnx.NodeProto]]:
+    for index, node in enumerate(nodes):
         yield where, node
         for attribute, graph in subgraphs(node):
             label = node.name or f"#{index}"
@@ -68,15 +71,28 @@ def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
     Raises:
         ModelError: The graph is not valid ONNX: a tensor with two producers, a cycle, recursion.
     """
-    numbered = skeleton(model)
-    for number, (_, _, node) in enumerate(walk(numbered)):
-        node.metadata_props.add(key=_ORIGIN, value=str(number))
-    calls = _calls_of_functions(numbered)
-    _refuse_recursion(calls)
-    ordered = _topologically_sorted(numbered)
-    views = _Views(ordered, calls)
-    views.visit(ordered)
-    return views.by_origin
+    with _errors_of_the_graph():
+        numbered = skeleton(model)
+        for number, (_, _, node) in enumerate(walk(numbered)):
+            node.metadata_props.add(key=_ORIGIN, value=str(number))
+        calls = _calls_of_functions(numbered)
+        _refuse_recursion(calls)
+        ordered = _topologically_sorted(numbered)
+        views = _Views(ordered, calls)
+        views.visit(ordered)
+        return views.by_origin
+
+
+@contextlib.contextmanager
+def _errors_of_the_graph() -> Iterator[None]:
+    """What onnx_ir and protobuf raise for invalid graphs, and for names that are not UTF-8."""
+    try:
+        yield
+    except (ir.serde.SerdeError, ValueError, TypeError, KeyError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # onnx_ir wraps once for each level of the graph
+            cause = cause.__cause__
+        raise ModelError(f"The model's graph is not valid ONNX: {cause}") from error
 
 
 class _Views:
@@ -89,7 +105,7 @@ class _Views:
         self._seen: set[tuple[object, ...]] = set()
 
     def visit(self, model: onnx.ModelProto) -> None:
-        graph = _deserialize(_infer(model)).graph
+        graph = ir.from_proto(_infer(model)).graph
         for node in graph.all_nodes():
             origin = node.metadata_props.pop(_ORIGIN, None)
             if origin is not None:
@@ -191,24 +207,11 @@ def _anonymous_type(value: ir.Value) -> onnx.TypeProto:
 
 def _topologically_sorted(model: onnx.ModelProto) -> onnx.ModelProto:
     """ONNX Runtime accepts nodes in any order, shape inference does not."""
-    sorted_model = _deserialize(model)
-    try:
-        sorted_model.graph.sort()
-        for function in sorted_model.functions.values():
-            function.sort()
-    except ValueError as error:
-        raise ModelError(f"The model's graph is not valid ONNX: {error}") from error
+    sorted_model = ir.from_proto(model)
+    sorted_model.graph.sort()
+    for function in sorted_model.functions.values():
+        function.sort()
     return ir.to_proto(sorted_model)
-
-
-def _deserialize(model: onnx.ModelProto) -> ir.Model:
-    try:
-        return ir.from_proto(model)
-    except (ir.serde.SerdeError, ValueError, TypeError, KeyError) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # onnx_ir wraps once for each level of the graph
-            cause = cause.__cause__
-        raise ModelError(f"The model's graph is not valid ONNX: {cause}") from error
 
 
 def _infer(model: onnx.ModelProto) -> onnx.ModelProto:

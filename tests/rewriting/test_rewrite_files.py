@@ -92,6 +92,12 @@ def test_truncated_model(tmp_path: Path) -> None:
     assert files_in(tmp_path) == []
 
 
+def test_names_that_are_not_utf_8() -> None:
+    data = linear().SerializeToString().replace(b"MatMul", b"MatM\xff\xfe")
+    with pytest.raises(ModelError, match="utf-8"):
+        rewrite(data)
+
+
 def test_empty_model_proto() -> None:
     with pytest.raises(ModelError, match="has no IR version"):
         rewrite(onnx.ModelProto())

@@ -149,6 +149,12 @@ def test_unbound_attribute_stays() -> None:
     assert refusals(check(model, feeds)) == ["unbound-attribute"]
 
 
+def test_attribute_reference_outside_of_a_function_stays() -> None:
+    model = parse("g (float[n, 4] a, float[4, 4] w) => (float[n, 4] y) { y = Gemm (a, w) }")
+    model.graph.node[0].attribute.add(name="alpha", ref_attr_name="scale", type=1)
+    assert refusals(check(model)) == ["unbound-attribute"]
+
+
 def test_function_that_is_never_called() -> None:
     model = parse(
         "g (float[n, 4] a) => (float[n, 4] y) { y = Relu (a) }", imports=IMPORTS, functions=LINEAR
