@@ -209,6 +209,8 @@ def _providers(given: list[str] | None, backend: str) -> list[str]:
         raise DeviceError(
             f"this onnxruntime {ort.__version__} has no {unknown[0]}; it has {', '.join(available)}"
         )
+    if short["cuda"] in wanted:
+        ort.preload_dlls()  # the CUDA libraries that pip installed
     return wanted
 
 
