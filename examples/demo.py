@@ -88,6 +88,8 @@ def main() -> None:
     console.print(f"Model: {model.name}, {model.stat().st_size / 2**20:.1f} MiB")
 
     cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+    if cuda:
+        onnxruntime.preload_dlls()  # the CUDA libraries that pip installed
     providers = ["CUDAExecutionProvider"] * cuda + ["CPUExecutionProvider"]
     original = onnxruntime.InferenceSession(model, providers=providers)
     session = moonpoly_ort.InferenceSession(model, providers=providers)
