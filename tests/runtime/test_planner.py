@@ -55,9 +55,7 @@ def ceil_div(a: int, b: int) -> int:
 
 def assert_covers_once(p: native.Problem, plan: native.Plan) -> None:
     """Boxes inside the output, pairwise apart, with the output's volume in sum."""
-    spans = [
-        ((r.m0, r.m0 + r.m), (r.n0, r.n0 + r.n), (r.z0, r.z0 + r.z)) for r in plan.regions
-    ]
+    spans = [((r.m0, r.m0 + r.m), (r.n0, r.n0 + r.n), (r.z0, r.z0 + r.z)) for r in plan.regions]
     for span in spans:
         for (low, high), size in zip(span, (p.m, p.n, p.batch), strict=True):
             assert 0 <= low < high <= size
