@@ -1,3 +1,4 @@
+// clang-format off: members and codes are grouped by meaning.
 // The flat C surface of libmoonpoly_ort and the layout of a kernel pack.
 //
 // Python (ctypes), the tuner and C++ programs use this header; ONNX Runtime uses only RegisterCustomOps.

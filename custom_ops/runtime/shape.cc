@@ -55,7 +55,7 @@ void fill_plain(int64_t m, int64_t n, int64_t k, Element element, mp_problem* p)
   p->b_batch_stride = multiply(k, n);
   p->c_batch_stride = multiply(m, n);
   p->a_div = p->a_mod = p->b_div = p->b_mod = 1;
-  p->alpha = p->beta = 1;
+  p->alpha = 1;
 }
 
 // Rewrites products with a single row or column so that no operand has rows of one element: those
@@ -211,7 +211,6 @@ void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttr
   p.lda = p.trans_a ? m : k;
   p.ldb = p.trans_b ? k : n;
   p.alpha = attributes.alpha;
-  p.beta = 0;
   if (c) {
     const int64_t rows = c->rank < 2 ? 1 : c->dims[0];
     const int64_t columns = c->rank < 1 ? 1 : c->dims[c->rank - 1];

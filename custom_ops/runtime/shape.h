@@ -53,8 +53,8 @@ void matmul_product(const Shape& a, const Shape& b, Element element, Product* ou
 void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttributes& attributes,
                   Element element, Product* out);
 
-// Fills align_*: what base address, row length and pitch, batch and loop strides all have in common.
-// Addresses of the problem's A and B, that is, after `swapped`.
+// Fills align_*: what base address, row length and pitch, batch and loop strides all have in
+// common. Addresses of the problem's A and B, that is, after `swapped`.
 void set_alignment(Product* product, const void* a, const void* b, const void* y);
 
 }  // namespace moonpoly

@@ -399,7 +399,7 @@ def test_pack_is_searched_in_the_cache(
     monkeypatch.setenv("MOONPOLY_PACK", str(tmp_path / "other.mpk"))
     searching = options(catalog_path)
     searching.add_session_config_entry("moonpoly.pack", "")
-    with pytest.raises(Exception, match="other.mpk"):
+    with pytest.raises(Exception, match=r"other\.mpk"):
         session(node_model("MatMul", inputs), searching)
 
 

@@ -49,7 +49,7 @@ def test_truncated_in_the_header(tmp_path: Path, length: int) -> None:
 
 @pytest.mark.parametrize("cut", [1, 64, 400])
 def test_truncated_behind_the_header(tmp_path: Path, cut: int) -> None:
-    with pytest.raises(errors.PackError, match="truncated.*rebuild"):
+    with pytest.raises(errors.PackError, match=r"truncated.*rebuild"):
         opened(tmp_path / "p.mpk", pack_bytes(KERNELS)[:-cut])
 
 
@@ -57,7 +57,7 @@ def test_truncated_behind_the_header(tmp_path: Path, cut: int) -> None:
 def test_flipped_byte(tmp_path: Path, offset: int) -> None:
     data = bytearray(pack_bytes(KERNELS))
     data[HEADER + offset if offset else 0] ^= 0x40
-    with pytest.raises(errors.PackError, match="not a MoonPoly pack|corrupt"):
+    with pytest.raises(errors.PackError, match=r"not a MoonPoly pack|corrupt"):
         opened(tmp_path / "p.mpk", bytes(data))
 
 

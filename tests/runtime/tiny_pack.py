@@ -1,5 +1,5 @@
-"""Writes kernel packs straight from the layout in moonpoly.h: an independent check of the format, and
-packs small enough to reason about.
+"""Writes kernel packs straight from the layout in moonpoly.h: an independent check of the format,
+and packs small enough to reason about.
 """
 
 from __future__ import annotations

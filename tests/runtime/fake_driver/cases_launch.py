@@ -1,0 +1,240 @@
+"""mp_launch: what reaches cuLaunchKernel and cuTensorMapEncodeTiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_gpu import Aligned, driver, execute, launches, write_fake_pack
+from reference import DTYPES
+
+from moonpoly_ort import errors, native
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[native.Pack]:
+    path = write_fake_pack(tmp_path_factory.mktemp("pack") / "sm_90.mpk")
+    with native.Pack(path) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def launcher(pack: native.Pack) -> Iterator[native.Launcher]:
+    with native.Launcher(pack, 1) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def clean() -> None:
+    driver.fake_set_context(-1)
+    driver.fake_reset()
+
+
+def test_device_query() -> None:
+    assert native.device_count() == 2
+    device = native.device_query(0)
+    assert (device.name, device.sm, device.sm_count) == ("NVIDIA H200", 90, 132)
+    assert (device.l2_bytes, device.memory_bytes) == (60 << 20, 141 << 30)
+    with pytest.raises(errors.DeviceError, match="GPU 2 does not exist; the driver offers 2"):
+        native.device_query(2)
+
+
+class Case:
+    """A random product of full batches, its operands on the "GPU"."""
+
+    def __init__(
+        self, m: int, n: int, k: int, *, dtype: native.Dtype = native.Dtype.F16, batch: int = 1,
+        trans_a: int = 0, trans_b: int = 0, bias: native.Bias = native.Bias.NONE,
+        bias_shape: tuple[int, int] = (1, 1), align: int = 16, precision: int = 0,
+    ) -> None:  # fmt: skip
+        element = DTYPES[dtype]
+        rng = np.random.default_rng(m * 7 + n * 5 + k)
+        offset = align % 16  # an alignment below 16 comes from the address
+
+        def operand(*shape: int) -> Aligned:
+            return Aligned(rng.standard_normal(shape).astype(element), offset)
+
+        self.a = operand(batch, *((k, m) if trans_a else (m, k)))
+        self.b = operand(batch, *((n, k) if trans_b else (k, n)))
+        self.c = operand(*bias_shape)
+        self.y = Aligned(np.full((batch, m, n), 77, element), offset)
+        self.problem = native.Problem(
+            dtype=dtype, precision=precision, trans_a=trans_a, trans_b=trans_b, m=m, n=n, k=k,
+            batch=batch, lda=m if trans_a else k, ldb=k if trans_b else n, ldc=n,
+            a_batch_stride=m * k, b_batch_stride=k * n, c_batch_stride=m * n,
+            a_div=1, a_mod=batch, b_div=1, b_mod=batch,
+            align_a=align, align_b=align, align_c=align, bias=bias,
+            bias_stride_m=bias_shape[1] if bias_shape[0] > 1 else 0,
+            bias_stride_n=1 if bias_shape[1] > 1 else 0, alpha=0.5, beta=2.0 if bias else 0.0,
+        )  # fmt: skip
+        a = self.a.array.astype(np.float64)
+        b = self.b.array.astype(np.float64)
+        product = (a.swapaxes(1, 2) if trans_a else a) @ (b.swapaxes(1, 2) if trans_b else b)
+        self.expected = 0.5 * product
+        if bias:
+            self.expected = self.expected + 2.0 * self.c.array.astype(np.float64)
+
+    def run(self, launcher: native.Launcher, pack: native.Pack, plan: native.Plan) -> None:
+        counters = Aligned(np.zeros(max(plan.counters, 1), np.int32))
+        workspace = Aligned(np.zeros(max(plan.workspace_bytes, 1), np.uint8))
+        launcher.launch(
+            self.problem, plan, a=self.a.address, b=self.b.address, y=self.y.address,
+            bias=self.c.address if self.problem.bias else None, workspace=workspace.address,
+            counters=counters.address, stream=0x77,
+        )  # fmt: skip
+        done = launches()
+        assert len(done) == plan.region_count
+        for launch, region in zip(done, plan.regions, strict=True):
+            assert launch.grid == region.grid
+            assert launch.stream == 0x77
+            execute(launch, pack.kernels[region.kernel])
+        np.testing.assert_allclose(
+            self.y.array.astype(np.float64), self.expected, rtol=1e-2, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("dtype", list(native.Dtype))
+@pytest.mark.parametrize("trans", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 72, 24), (8, 200, 512), (136, 264, 8)])
+def test_every_kernel_of_a_class(
+    pack: native.Pack, launcher: native.Launcher, dtype: native.Dtype, trans: tuple[int, int],
+    m: int, n: int, k: int,
+) -> None:  # fmt: skip
+    device = native.device_query(1)
+    ran = 0
+    for precision in (0, 1) if dtype == native.Dtype.F32 else (0,):
+        for index, kernel in enumerate(pack.kernels):
+            if (kernel.dtype, kernel.trans_a, kernel.trans_b) != (dtype, *trans):
+                continue
+            if kernel.precision != precision or (kernel.split_k and k <= kernel.bk):
+                continue
+            driver.fake_reset()
+            case = Case(
+                m, n, k, dtype=dtype, trans_a=trans[0], trans_b=trans[1], batch=2,
+                precision=precision,
+            )  # fmt: skip
+            case.run(launcher, pack, pack.plan(device, case.problem, kernel=index))
+            ran += 1
+    assert ran >= 7
+
+
+@pytest.mark.parametrize(
+    ("bias", "shape"),
+    [
+        (native.Bias.VECTOR, (1, 1)),
+        (native.Bias.VECTOR, (1, 72)),
+        (native.Bias.VECTOR, (40, 1)),
+        (native.Bias.MATRIX, (40, 72)),
+    ],
+)
+def test_bias(
+    pack: native.Pack, launcher: native.Launcher, bias: native.Bias, shape: tuple[int, int]
+) -> None:
+    case = Case(40, 72, 48, bias=bias, bias_shape=shape)
+    case.run(launcher, pack, pack.plan(native.device_query(1), case.problem))
+
+
+def test_unaligned_and_empty_k(pack: native.Pack, launcher: native.Launcher) -> None:
+    device = native.device_query(1)
+    for case in (Case(33, 65, 17, align=2), Case(5, 9, 0, align=2)):
+        plan = pack.plan(device, case.problem)
+        assert pack.kernels[plan.regions[0].kernel].family == native.Family.GEMM_POINTER
+        driver.fake_reset()
+        case.run(launcher, pack, plan)
+
+
+@pytest.mark.parametrize("align", [16, 2])
+@pytest.mark.parametrize("trans", [(0, 0), (1, 1)])
+def test_regions_move_the_operands(
+    pack: native.Pack, launcher: native.Launcher, align: int, trans: tuple[int, int]
+) -> None:
+    """Four regions in rows and columns and two in the batch, as a cut plan has them."""
+    case = Case(
+        96, 128, 32, batch=5, align=align, trans_a=trans[0], trans_b=trans[1],
+        bias=native.Bias.MATRIX, bias_shape=(96, 128),
+    )  # fmt: skip
+    plan = pack.plan(native.device_query(1), case.problem)
+    whole = plan.regions[0]
+    kernel = pack.kernels[whole.kernel]
+    count = 0
+    for m0, m in ((0, 40), (40, 56)):
+        for n0, n in ((0, 64), (64, 64)):
+            for z0, z in ((0, 2), (2, 3)):
+                tiles = -(-m // kernel.bm) * -(-n // kernel.bn)
+                plan._regions[count] = native.Region(
+                    kernel=whole.kernel, split=1, m0=m0, m=m, n0=n0, n=n, z0=z0, z=z,
+                    grid=tiles * z, predicted_us=1,
+                )  # fmt: skip
+                count += 1
+    plan.region_count = count
+    case.run(launcher, pack, plan)
+
+
+def test_modules_are_loaded_once_and_shared(pack: native.Pack, launcher: native.Launcher) -> None:
+    case = Case(40, 72, 24)
+    plan = pack.plan(native.device_query(1), case.problem)
+    case.run(launcher, pack, plan)
+    modules, functions = driver.fake_modules(), driver.fake_functions_loaded()
+    assert modules > 0
+    with native.Launcher(pack, 1) as second:
+        driver.fake_reset()
+        case.run(second, pack, plan)
+        assert (driver.fake_modules(), driver.fake_functions_loaded()) == (modules, functions)
+    with native.Launcher(pack, 0) as other_device:
+        driver.fake_reset()
+        case.run(other_device, pack, plan)
+        assert driver.fake_modules() > modules
+    assert driver.fake_modules() == modules
+
+
+def test_context_is_left_as_it_was(pack: native.Pack, launcher: native.Launcher) -> None:
+    case = Case(40, 72, 24)
+    plan = pack.plan(native.device_query(1), case.problem)
+    for current in (-1, 0, 1):
+        driver.fake_set_context(current)
+        driver.fake_reset()
+        case.run(launcher, pack, plan)
+        assert driver.fake_context_depth() == (current >= 0)
+
+
+def test_driver_failures_name_the_call(pack: native.Pack, launcher: native.Launcher) -> None:
+    case = Case(40, 72, 24)
+    plan = pack.plan(native.device_query(1), case.problem)
+    driver.fake_fail_encode(1)
+    with pytest.raises(errors.DeviceError, match=r"cuTensorMapEncodeTiled for operand A.*fake"):
+        case.run(launcher, pack, plan)
+    driver.fake_fail_encode(0)
+
+
+def test_bad_plans_are_refused(pack: native.Pack, launcher: native.Launcher) -> None:
+    case = Case(64, 64, 512)
+    plan = pack.plan(native.device_query(1), case.problem, split=2)
+    at = {"a": case.a.address, "b": case.b.address, "y": case.y.address}
+    with pytest.raises(errors.ProblemError, match="bytes of workspace"):
+        launcher.launch(case.problem, plan, **at)
+    plan = pack.plan(native.device_query(1), case.problem, split=1)
+    plan._regions[0].m = 65
+    with pytest.raises(errors.ProblemError, match="outside the problem"):
+        launcher.launch(case.problem, plan, **at)
+    plan._regions[0].kernel = 10**6
+    with pytest.raises(errors.ProblemError, match="names kernel 1000000"):
+        launcher.launch(case.problem, plan, **at)
+
+
+def test_catalog_and_broken_code_are_refused(tmp_path: Path) -> None:
+    import tiny_pack as tp
+
+    catalog = tp.write_pack(tmp_path / "catalog.mpk", tp.standard_kernels())
+    with (
+        native.Pack(catalog) as pack,
+        pytest.raises(errors.PackError, match="is a catalog without code"),
+    ):
+        native.Launcher(pack)
+    broken = tp.write_pack(tmp_path / "broken.mpk", tp.standard_kernels(cubin=b"NOPE"))
+    case = Case(40, 72, 24)
+    with native.Pack(broken) as pack, native.Launcher(pack) as launcher:
+        plan = pack.plan(native.device_query(0), case.problem)
+        with pytest.raises(errors.DeviceError, match=r"cuModuleLoadData of kernel .* on GPU 0"):
+            case.run(launcher, pack, plan)

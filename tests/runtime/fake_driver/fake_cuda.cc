@@ -1,0 +1,223 @@
+// A stand-in for libcuda.so.1 on machines without a GPU: device memory is host memory, launches are
+// recorded. A "cubin" here is the list of its kernel's argument sizes, so that a launch copies
+// exactly what the real driver would.
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int kInvalidValue = 1;
+std::mutex mutex;
+int context_marker[2];
+thread_local std::vector<void*> contexts;
+int capturing = 0;
+int modules = 0, functions_loaded = 0, fail_encode = 0;
+std::map<void*, int> shared_limits;
+
+struct Launch {
+  uint32_t grid, block, shared;
+  uint64_t stream;
+  std::vector<std::string> arguments;
+};
+std::vector<Launch> launches;
+
+struct Memset {
+  uint64_t pointer, count, stream;
+};
+std::vector<Memset> memsets;
+
+}  // namespace
+
+EXPORT int cuInit(unsigned) { return 0; }
+EXPORT int cuDeviceGetCount(int* n) { return *n = 2, 0; }
+EXPORT int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
+EXPORT int cuDeviceGetName(char* name, int bytes, int device) {
+  std::strncpy(name, device ? "Fake GPU 1" : "NVIDIA H200", bytes);
+  return 0;
+}
+EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
+  switch (attribute) {
+    case 13:
+      *value = 1980000;
+      break;
+    case 16:
+      *value = 132;
+      break;
+    case 36:
+      *value = 3201000;
+      break;
+    case 37:
+      *value = 6144;
+      break;
+    case 38:
+      *value = 60 << 20;
+      break;
+    case 39:
+      *value = 2048;
+      break;
+    case 75:
+      *value = 9;
+      break;
+    case 76:
+      *value = 0;
+      break;
+    case 81:
+      *value = 233472;
+      break;
+    case 82:
+      *value = 65536;
+      break;
+    case 97:
+      *value = 232448;
+      break;
+    case 106:
+      *value = 32;
+      break;
+    default:
+      return kInvalidValue;
+  }
+  return 0;
+}
+EXPORT int cuDeviceTotalMem_v2(size_t* bytes, int) { return *bytes = size_t{141} << 30, 0; }
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+  return *context = &context_marker[device], 0;
+}
+EXPORT int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+EXPORT int cuCtxGetCurrent(void** context) {
+  return *context = contexts.empty() ? nullptr : contexts.back(), 0;
+}
+EXPORT int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), 0; }
+EXPORT int cuCtxPopCurrent_v2(void** context) {
+  if (contexts.empty()) return 201;
+  *context = contexts.back();
+  contexts.pop_back();
+  return 0;
+}
+EXPORT int cuModuleLoadData(void** module, const void* image) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (contexts.empty()) return 201;
+  if (std::memcmp(image, "FAKE", 4) != 0) return 200;
+  ++modules;
+  return *module = const_cast<void*>(image), 0;
+}
+EXPORT int cuModuleUnload(void*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return --modules, 0;
+}
+EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
+  return *function = module, std::strcmp(name, "kernel") ? 500 : 0;
+}
+EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (attribute != 8 || value > 232448) return kInvalidValue;
+  return shared_limits[function] = value, 0;
+}
+EXPORT int cuFuncLoad(void*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return ++functions_loaded, 0;
+}
+EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                          unsigned by, unsigned bz, unsigned shared, void* stream, void** params,
+                          void** extra) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (contexts.empty()) return 201;
+  if (!function || extra || gx == 0 || gy != 1 || gz != 1 || by != 1 || bz != 1 || bx > 1024 ||
+      static_cast<int>(shared) > shared_limits[function]) {
+    return kInvalidValue;
+  }
+  const auto* image = static_cast<const char*>(function);
+  int32_t count;
+  std::memcpy(&count, image + 4, 4);
+  Launch launch{gx, bx, shared, reinterpret_cast<uint64_t>(stream), {}};
+  for (int i = 0; i < count; ++i) {
+    int32_t bytes;
+    std::memcpy(&bytes, image + 8 + 4 * i, 4);
+    launch.arguments.emplace_back(static_cast<const char*>(params[i]), bytes);
+  }
+  launches.push_back(std::move(launch));
+  return 0;
+}
+EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
+  if (contexts.empty()) return 201;
+  void* memory = std::malloc(bytes);
+  std::memset(memory, 0xcd, bytes);
+  return *pointer = reinterpret_cast<uint64_t>(memory), 0;
+}
+EXPORT int cuMemFree_v2(uint64_t pointer) { return std::free(reinterpret_cast<void*>(pointer)), 0; }
+EXPORT int cuMemsetD32_v2(uint64_t pointer, unsigned value, size_t count) {
+  auto* words = reinterpret_cast<uint32_t*>(pointer);
+  for (size_t i = 0; i < count; ++i) words[i] = value;
+  return 0;
+}
+EXPORT int cuMemsetD32Async(uint64_t pointer, unsigned value, size_t count, void* stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (pointer % 4) return kInvalidValue;
+  memsets.push_back({pointer, count, reinterpret_cast<uint64_t>(stream)});
+  return cuMemsetD32_v2(pointer, value, count);
+}
+EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
+EXPORT int cuGetErrorName(int, const char** name) { return *name = "CUDA_ERROR_FAKE", 0; }
+EXPORT int cuGetErrorString(int, const char** text) { return *text = "a fake failure", 0; }
+
+// Checks what the driver's documentation demands, then stores the arguments in the map.
+EXPORT int cuTensorMapEncodeTiled(char* map, int dtype, uint32_t rank, void* address,
+                                  const uint64_t* dims, const uint64_t* strides,
+                                  const uint32_t* box, const uint32_t* steps, int interleave,
+                                  int swizzle, int promotion, int fill) {
+  const uint64_t element = dtype == 7 || dtype == 11 ? 4 : 2;
+  if (fail_encode) return 999;
+  if (reinterpret_cast<uint64_t>(map) % 64 || reinterpret_cast<uint64_t>(address) % 16) return 1;
+  if (rank != 3 || interleave || promotion != 2 || fill) return 1;
+  for (int i = 0; i < 3; ++i) {
+    if (dims[i] == 0 || dims[i] > (uint64_t{1} << 32) || box[i] == 0 || box[i] > 256) return 1;
+    if (steps[i] != 1) return 1;
+  }
+  if (strides[0] < dims[0] * element || strides[1] < dims[1] * strides[0]) return 1;
+  for (int i = 0; i < 2; ++i) {
+    if (strides[i] % 16 || strides[i] >= (uint64_t{1} << 40)) return 1;
+  }
+  const uint64_t inner = box[0] * element;
+  if (inner % 16 || (swizzle && inner > (uint64_t{16} << swizzle))) return 1;
+  std::memset(map, 0, 128);
+  std::memcpy(map, &dtype, 4);
+  std::memcpy(map + 4, &swizzle, 4);
+  std::memcpy(map + 8, &address, 8);
+  std::memcpy(map + 16, dims, 24);
+  std::memcpy(map + 40, strides, 16);
+  std::memcpy(map + 56, box, 12);
+  return 0;
+}
+
+// ---- for the tests
+// ---------------------------------------------------------------------------------
+EXPORT void fake_set_capturing(int on) { capturing = on; }
+EXPORT void fake_fail_encode(int on) { fail_encode = on; }
+EXPORT void fake_set_context(int device) {
+  contexts.clear();
+  if (device >= 0) contexts.push_back(&context_marker[device]);
+}
+EXPORT int fake_context_depth() { return static_cast<int>(contexts.size()); }
+EXPORT int fake_modules() { return modules; }
+EXPORT int fake_functions_loaded() { return functions_loaded; }
+EXPORT void fake_reset() { launches.clear(), memsets.clear(); }
+EXPORT int fake_launches() { return static_cast<int>(launches.size()); }
+EXPORT void fake_launch(int i, uint64_t out[4]) {
+  const Launch& l = launches[i];
+  out[0] = l.grid, out[1] = l.block, out[2] = l.shared, out[3] = l.stream;
+}
+EXPORT const char* fake_argument(int i, int argument, int* bytes) {
+  if (argument >= static_cast<int>(launches[i].arguments.size())) return nullptr;
+  const std::string& value = launches[i].arguments[argument];
+  return *bytes = static_cast<int>(value.size()), value.data();
+}
+EXPORT int fake_memsets() { return static_cast<int>(memsets.size()); }
+EXPORT void fake_memset(int i, uint64_t out[3]) {
+  out[0] = memsets[i].pointer, out[1] = memsets[i].count, out[2] = memsets[i].stream;
+}

@@ -1,0 +1,185 @@
+"""Python's side of the fake driver: packs whose "cubins" it understands, and execution of recorded
+launches on host memory from nothing but their arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import tiny_pack as tp
+from reference import DTYPES, view
+
+from moonpoly_ort import native
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_argument.restype = ctypes.c_void_p
+driver.fake_reset()  # AttributeError: the real driver was found
+
+_SIZES = {
+    **dict.fromkeys((tp.DESC_A, tp.DESC_B, tp.DESC_Y), (128, 4, 4, 4, 8, 8, 8)),
+    **dict.fromkeys(range(tp.PTR_A, tp.PTR_COUNTERS + 1), (8,)),
+    **dict.fromkeys(range(tp.M, tp.Z0 + 1), (4,)),
+    **dict.fromkeys(range(tp.LDA, tp.BIAS_N + 1), (8,)),
+    tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,),
+}  # fmt: skip
+_FORMATS = {128: "128s", 4: "i", 8: "q"}
+
+
+def _params(kernel: native.KernelRecord | tp.TinyKernel) -> list[int]:
+    return tp.TMA_PARAMS if kernel.family == native.Family.GEMM_TMA else tp.POINTER_PARAMS
+
+
+def fake_cubin(kernel: tp.TinyKernel) -> bytes:
+    sizes = [size for code in _params(kernel) for size in _SIZES[code]]
+    return b"FAKE" + struct.pack(f"<{len(sizes) + 1}i", len(sizes), *sizes)
+
+
+def write_fake_pack(path: Path, sm: int = 90) -> Path:
+    kernels = [replace(k, cubin=fake_cubin(k)) for k in tp.standard_kernels()]
+    return tp.write_pack(path, kernels, sm=sm)
+
+
+@dataclass
+class TensorMap:
+    dtype: int
+    swizzle: int
+    address: int
+    dims: tuple[int, int, int]  # batch, rows, columns
+    strides: tuple[int, int]  # bytes: batch, row
+    box: tuple[int, int, int]
+
+    @classmethod
+    def decode(cls, data: bytes) -> TensorMap:
+        dtype, swizzle, address, *rest = struct.unpack_from("<iiQ3Q2Q3I", data)
+        dims, strides, box = rest[:3], rest[3:5], rest[5:]
+        return cls(dtype, swizzle, address, tuple(dims[::-1]), tuple(strides[::-1]),
+                   tuple(box[::-1]))  # fmt: skip
+
+
+@dataclass
+class Launch:
+    grid: int
+    block: int
+    shared: int
+    stream: int
+    raw: list[bytes]
+
+    def decode(self, kernel: native.KernelRecord) -> dict[int, list[object]]:
+        """Parameter code -> its values."""
+        values: dict[int, list[object]] = {}
+        at = 0
+        for code in _params(kernel):
+            own = []
+            for size in _SIZES[code]:
+                assert len(self.raw[at]) == size
+                layout = "f" if code in (tp.ALPHA, tp.BETA) else _FORMATS[size]
+                (value,) = struct.unpack("<" + layout, self.raw[at])
+                own.append(TensorMap.decode(value) if size == 128 else value)
+                at += 1
+            values[code] = own
+        assert at == len(self.raw)
+        return values
+
+
+def launches() -> list[Launch]:
+    out = []
+    for i in range(driver.fake_launches()):
+        head = (ctypes.c_uint64 * 4)()
+        driver.fake_launch(i, head)
+        raw = []
+        size = ctypes.c_int()
+        while address := driver.fake_argument(i, len(raw), ctypes.byref(size)):
+            raw.append(ctypes.string_at(address, size.value))
+        out.append(Launch(*head, raw))
+    return out
+
+
+def memsets() -> list[tuple[int, int, int]]:
+    out = []
+    for i in range(driver.fake_memsets()):
+        values = (ctypes.c_uint64 * 3)()
+        driver.fake_memset(i, values)
+        out.append(tuple(values))
+    return out  # type: ignore[return-value]
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[object]]:
+    """Does on host memory what the kernel would, and checks counters and workspace on the way."""
+    v = launch.decode(kernel)
+    dtype = DTYPES[native.Dtype(kernel.dtype)]
+    size = dtype.itemsize
+
+    def one(code: int) -> int:
+        (value,) = v[code]
+        return value  # type: ignore[return-value]
+
+    m, n, k, split = one(tp.M), one(tp.N), one(tp.K), one(tp.SPLIT)
+    tiles = _ceil_div(m, kernel.bm) * _ceil_div(n, kernel.bn)
+    assert launch.block == 32 * kernel.warps
+    assert launch.shared == kernel.shared_bytes
+    assert launch.grid % (tiles * split) == 0
+    assert v[tp.NULL] == [0]
+    batch = launch.grid // (tiles * split)
+    assert (split > 1) == bool(kernel.split_k)
+    if kernel.split_k:
+        arrivals = view(one(tp.PTR_COUNTERS), (tiles * batch,), (1,), np.dtype(np.int32))
+        assert not arrivals.any()
+        partials = launch.grid * kernel.bm * kernel.bn
+        view(one(tp.PTR_WORKSPACE), (partials,), (1,), np.dtype(np.float32))[...] = np.nan
+
+    def stored(operand: int, entry: int, rows: int, columns: int) -> npt.NDArray[np.generic]:
+        """Rows x columns of an operand as it is stored in one batch entry."""
+        if kernel.family == native.Family.GEMM_TMA:
+            tensor_map, *sides = v[tp.DESC_A + operand]
+            assert isinstance(tensor_map, TensorMap)
+            tf32 = kernel.precision == native.Precision.TF32 and operand < 2
+            element_type = {0: 6, 1: 9, 2: 11 if tf32 else 7}[kernel.dtype]
+            assert tensor_map.dtype == element_type
+            assert tensor_map.box == tuple(kernel.desc[operand].box)
+            assert tensor_map.swizzle == kernel.desc[operand].swizzle
+            assert tuple(sides[:3]) == tensor_map.dims
+            assert sides[3] * size == tensor_map.strides[0]  # type: ignore[operator]
+            assert sides[4] * size == tensor_map.strides[1]  # type: ignore[operator]
+            assert sides[5] == 1
+            assert tensor_map.dims[1:] == (rows, columns)
+            assert 0 <= entry < tensor_map.dims[0]
+            base = tensor_map.address + entry * tensor_map.strides[0]
+            return view(base, (rows, columns), (tensor_map.strides[1] // size, 1), dtype)
+        base = one(tp.PTR_A + operand) + entry * one(tp.A_BATCH + operand) * size
+        return view(base, (rows, columns), (one(tp.LDA + operand), 1), dtype)
+
+    alpha, beta = v[tp.ALPHA][0], v[tp.BETA][0]
+    for z in range(one(tp.Z0), one(tp.Z0) + batch):
+        a_entry = z // one(tp.A_DIV) % one(tp.A_MOD)
+        b_entry = z // one(tp.B_DIV) % one(tp.B_MOD)
+        a = stored(0, a_entry, *((k, m) if kernel.trans_a else (m, k))).astype(np.float64)
+        b = stored(1, b_entry, *((n, k) if kernel.trans_b else (k, n))).astype(np.float64)
+        value = alpha * ((a.T if kernel.trans_a else a) @ (b.T if kernel.trans_b else b))  # type: ignore[operator]
+        if beta != 0:
+            strides = (one(tp.BIAS_M), one(tp.BIAS_N))
+            bias = view(one(tp.PTR_BIAS), (m, n), strides, dtype).astype(np.float64)
+            value = value + beta * bias  # type: ignore[operator]
+        stored(2, z, m, n)[...] = value.astype(dtype)
+    return v
+
+
+class Aligned:
+    """A numpy array at a multiple of 64 bytes plus an offset, as device memory would be."""
+
+    def __init__(self, array: npt.NDArray[np.generic], offset: int = 0) -> None:
+        self._store = np.zeros(array.nbytes + 128, np.uint8)
+        start = -self._store.ctypes.data % 64 + offset
+        self.array = (
+            self._store[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        )
+        self.array[...] = array
+        self.address = self._store.ctypes.data + start
