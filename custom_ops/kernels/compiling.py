@@ -15,14 +15,24 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from moonpoly_ort.errors import MissingDependencyError, PackError
 
-from .loading import kernel as load_kernel
+from . import loading
 from .pack_format import VERSION, Descriptor, PackedKernel, Param
 from .signature import PARAMETERS, launch_params
-from .spec import Dtype, Family, KernelSpec, estimated_resources, name, specs, why_illegal
+from .spec import (
+    Dtype,
+    Family,
+    KernelSpec,
+    Precision,
+    estimated_resources,
+    is_wide,
+    left_is_k_major,
+    name,
+    specs,
+    why_illegal,
+)
 
 TRITON_MINOR = "3.9"
 SOURCES = ("tiles.py", "gemm_tma.py", "gemm_pointer.py", "compiling.py")
@@ -88,12 +98,14 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
     return {argument: type_of(param) for argument, param in PARAMETERS[spec.family].items()}
 
 
-def _constants(spec: KernelSpec) -> dict[str, Any]:
-    return {
-        "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m, "TRANS_A": spec.trans_a,
-        "TRANS_B": spec.trans_b, "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
-        "PRECISION": str(spec.precision),
-    }  # fmt: skip
+def _rounded(spec: KernelSpec, sm: int) -> str:
+    """The factors that a TF32 kernel rounds itself: those that reach the tensor core through registers,
+    and were not rounded by a tensor map."""
+    if spec.dtype is not Dtype.F32 or spec.precision is Precision.IEEE or sm == 100:
+        return "none"
+    if is_wide(spec, sm):
+        return "none" if left_is_k_major(spec) else "left"
+    return "both" if spec.family is Family.GEMM_POINTER else "none"
 
 
 def _divisors(spec: KernelSpec) -> dict[str, int]:
@@ -153,9 +165,11 @@ def _knobs() -> Iterator[None]:
     global _builds, _scope
     with _LOCK:
         if _builds == 0:
-            if triton.knobs.runtime.interpret:
+            if triton.knobs.runtime.interpret:  # then its own library is interpreted, too
                 raise PackError("kernels cannot be compiled while TRITON_INTERPRET is set: unset it")
+            loading.TRITON.acquire()
             _scope = ExitStack()
+            _scope.callback(loading.TRITON.release)
             _scope.enter_context(triton.knobs.compilation.scope())
             triton.knobs.compilation.disable_line_info = True  # paths of this machine, a third of the bytes
             triton.knobs.compilation.store_binary_only = True
@@ -182,8 +196,8 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = load_kernel(spec.family)
-    constants = _constants(spec)
+    function = loading.kernel(spec.family)
+    constants = loading.constants(spec, rounded=_rounded(spec, sm))
     arguments = function.arg_names
     source = ASTSource(
         function,
@@ -226,6 +240,7 @@ def compile_specs(
     Threads suffice: Triton releases the GIL in LLVM and runs ptxas as a process. Raises what `compile_spec`
     raises, at the first failure.
     """
+    triton_version()
     workers = workers or len(os.sched_getaffinity(0))
     with _knobs(), ThreadPoolExecutor(workers, thread_name_prefix="moonpoly-compile") as pool:
         futures = [pool.submit(compile_spec, spec, sm) for spec in wanted]

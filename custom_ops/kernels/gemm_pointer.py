@@ -17,7 +17,7 @@ def gemm_pointer(a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mo
                  lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
                  BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
                  TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
-                 BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+                 BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
     a += (z // a_div % a_mod).to(tl.int64) * a_batch
@@ -54,7 +54,7 @@ def gemm_pointer(a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mo
         k_in = offs_k < K - step * BK
         a_values = tl.load(a_tile, mask=k_in[None, :] & a_in, other=0.0)
         b_values = tl.load(b_tile, mask=k_in[:, None] & b_in, other=0.0)
-        acc = multiply(a_values, b_values, acc, SWAP, PRECISION)
+        acc = multiply(a_values, b_values, acc, SWAP, PRECISION, ROUND)
         a_tile += a_step
         b_tile += b_step
 

@@ -16,7 +16,7 @@ def gemm_tma(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, 
              bias_stride_m, bias_stride_n, alpha, beta,
              BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
              TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
-             BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+             BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
     a_z = z // a_div % a_mod
@@ -36,7 +36,7 @@ def gemm_tma(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, 
             b = tl.trans(b_desc.load([b_z, n, k]).reshape(BN, BK))
         else:
             b = b_desc.load([b_z, k, n]).reshape(BK, BN)
-        acc = multiply(a, b, acc, SWAP, PRECISION)
+        acc = multiply(a, b, acc, SWAP, PRECISION, ROUND)
 
     mine = True
     if SPLIT_K:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -286,6 +286,21 @@ def read_info(path: str | os.PathLike[str], *, verify: bool = True) -> PackInfo:
     return _info(header)
 
 
+def decode_spec(field_of: Callable[[str], Any]) -> KernelSpec:
+    """The spec behind an `mp_kernel`, whose fields `field_of` gives by name."""
+    family, dtype, precision = (
+        next(value for value, code in codes.items() if code == int(field_of(kind)))
+        for kind, codes in (
+            ("family", FAMILY_CODE), ("dtype", DTYPE_CODE), ("precision", PRECISION_CODE),
+        )
+    )  # fmt: skip
+    values = {f.name: f.type for f in fields(KernelSpec) if f.type in ("int", "bool")}
+    return KernelSpec(
+        family=family, dtype=dtype, precision=precision,
+        **{n: bool(field_of(n)) if kind == "bool" else int(field_of(n)) for n, kind in values.items()},
+    )  # fmt: skip
+
+
 def read_pack(path: str | os.PathLike[str]) -> Pack:
     """Everything in a pack. Raises PackError as `read_info` does."""
     info = read_info(path)
@@ -293,20 +308,9 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
     count = info.kernel_count
     rows = np.frombuffer(data, KERNEL, count, int(header["kernels_offset"]))
     params = np.frombuffer(data, "<i4", int(header["param_count"]), int(header["params_offset"]))
-    family, dtype, precision = (
-        {code: value for value, code in codes.items()}
-        for codes in (FAMILY_CODE, DTYPE_CODE, PRECISION_CODE)
-    )
     kernels = []
     for row in rows:
-        spec = KernelSpec(
-            family=family[int(row["family"])],  # type: ignore[arg-type]
-            dtype=dtype[int(row["dtype"])],  # type: ignore[arg-type]
-            precision=precision[int(row["precision"])],  # type: ignore[arg-type]
-            **{n: int(row[n]) for n in ("bm", "bn", "bk", "warps", "stages", "group_m")},
-            **{n: bool(row[n]) for n in ("trans_a", "trans_b", "split_k", "swap", "bias_matrix")},
-            **{n: int(row[n]) for n in ("align_a", "align_b", "align_c")},
-        )
+        spec = decode_spec(row.__getitem__)
         first = int(row["param_offset"])
         start = int(row["cubin_offset"])
         kernels.append(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import product
 from typing import NamedTuple
 
 
@@ -137,20 +138,42 @@ def accepts(
     )
 
 
+def is_wide(spec: KernelSpec, sm: int) -> bool:
+    """Whether the product runs on wgmma or tcgen05, which read their operands from shared memory, and
+    not on mma.sync or the scalar units, which read registers."""
+    rows = spec.bn if spec.swap else spec.bm
+    return sm in (90, 100) and spec.precision is Precision.TF32 and rows >= 64 and spec.warps >= 4
+
+
+def left_is_k_major(spec: KernelSpec) -> bool:
+    """Whether consecutive elements of the left factor of the tensor core lie along K."""
+    return spec.trans_b if spec.swap else not spec.trans_a
+
+
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     """(shared bytes per block, registers per thread), as the compiler will report them or near it.
 
     Calibrated on the compiled kernels; the tests hold the shared bytes to them.
     """
     e = spec.dtype.bytes
-    pipelined = [min(spec.align_a, 16) >= 4, min(spec.align_b, 16) >= 4]  # cp.async moves 4 bytes or more
-    depth = spec.stages
-    loop = 0
-    for wide, elements in zip(pipelined, (spec.bm * spec.bk, spec.bk * spec.bn), strict=True):
-        loop += elements * e * (depth if wide else 1)
-    barriers = 8 * spec.stages if spec.family is Family.GEMM_TMA else 0
+    wide = is_wide(spec, sm)
+    buffers = spec.stages if wide else max(spec.stages - 1, 1)
+    left = buffers - (wide and spec.dtype is Dtype.F32 and not left_is_k_major(spec))
+    a_buffers, b_buffers = (buffers, left) if spec.swap else (left, buffers)
+    loop = spec.bm * spec.bk * e * (a_buffers if _is_async(spec.align_a) else 1)
+    loop += spec.bk * spec.bn * e * (b_buffers if _is_async(spec.align_b) else 1)
+    if spec.family is Family.GEMM_TMA:
+        loop += 8 * buffers
+    stored = spec.bm * spec.bn * (4 if spec.split_k and wide else e)
+    if spec.dtype is Dtype.F32 and spec.family is Family.GEMM_POINTER and not wide:
+        stored = 0  # in the layout of the accumulators
     accumulators = spec.bm * spec.bn // (32 * spec.warps)
-    return max(loop + barriers, 0), min(255, accumulators + 90)
+    return max(loop, stored), min(255, accumulators + 90)
+
+
+def _is_async(align: int) -> bool:
+    """Whether loads of this alignment bypass registers: the least cp.async moves is 4 bytes."""
+    return align >= 4
 
 
 # ---- the list -------------------------------------------------------------------------------------
@@ -196,8 +219,8 @@ WIDE_MMA = (
 NARROW_MMA = (
     Tile(128, 256, 32, 8, 1, "ft"),
     Tile(256, 128, 32, 8, 1, ""),
-    Tile(128, 128, 64, 8, 1, ""),
-    Tile(128, 128, 32, 4, 2, "sft"),
+    Tile(128, 128, 64, 8, 1, "ft"),
+    Tile(128, 128, 32, 4, 2, "sf"),
     Tile(64, 256, 32, 4, 1, ""),
     Tile(128, 64, 32, 4, 2, "f"),
     Tile(64, 128, 32, 4, 2, "sft"),
@@ -213,19 +236,20 @@ NARROW_MMA = (
 )
 # Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for registers.
 UNALIGNED = (
-    Tile(128, 128, 32, 8, 1, "f"),
-    Tile(64, 64, 64, 4, 2, "sft"),
-    Tile(16, 128, 64, 4, 2, "sft"),
+    Tile(128, 128, 32, 8, 2, "f"),
+    Tile(64, 64, 32, 4, 3, "sft"),
+    Tile(16, 128, 32, 4, 3, "sft"),
 )
+WIDE_UNALIGNED = (*UNALIGNED[:2], Tile(16, 128, 32, 4, 3, "sft", swap=True))
 # fp32 on the scalar units. The sizes are again those of 2-byte elements.
 IEEE = (
     Tile(128, 128, 32, 8, 2, "f"),
     Tile(64, 128, 32, 8, 2, "f"),
-    Tile(64, 64, 32, 4, 2, "sft"),
-    Tile(16, 64, 64, 4, 2, "sft"),
+    Tile(64, 64, 32, 8, 2, "sft"),
+    Tile(16, 128, 32, 4, 2, "sft"),
 )
 # A full matrix C is read through registers at the end, beside the accumulators.
-MATRIX_BIAS = (Tile(128, 128, 64, 8, 1, "f"), Tile(64, 64, 64, 4, 2, "ft"))
+MATRIX_BIAS = (Tile(128, 128, 64, 8, 1, ""), Tile(64, 64, 64, 4, 2, "ft"))
 
 
 class Layout(NamedTuple):
@@ -250,6 +274,8 @@ def _classes(layout: Layout, element: int) -> list[tuple[int, int, int]]:
 
 def _stages(spec: KernelSpec, sm: int, per_sm: int) -> int:
     """The deepest pipeline that lets `per_sm` blocks share an SM's memory, or at least 2."""
+    if not _is_async(max(spec.align_a, spec.align_b)):
+        return 2  # nothing to pipeline
     budget = SHARED_LIMIT[sm]
     if per_sm > 1:
         budget = (budget + RESERVED_SHARED) // per_sm - RESERVED_SHARED
@@ -259,22 +285,23 @@ def _stages(spec: KernelSpec, sm: int, per_sm: int) -> int:
     return 2
 
 
-def _expand(
-    tiles: Iterable[Tile], family: Family, dtype: Dtype, layout: Layout, sm: int,
-    precision: Precision = Precision.TF32, aligns: tuple[int, int, int] = (16, 16, 16),
-    bias_matrix: bool = False,
-) -> Iterator[KernelSpec]:  # fmt: skip
+def _expand(tiles: Iterable[Tile], like: KernelSpec, sm: int) -> Iterator[KernelSpec]:
+    """The kernels like `like` with other tiles, where a tile is meant for its dtype and layout."""
+    f32 = like.dtype is Dtype.F32
     for tile in tiles:
-        if (layout.trans_a and "t" not in tile.use) or (dtype is Dtype.F32 and "f" not in tile.use):
+        if (like.trans_a and "t" not in tile.use) or (f32 and "f" not in tile.use):
             continue
-        spec = KernelSpec(
-            family, dtype, tile.bm, tile.bn, tile.bk * 2 // dtype.bytes, tile.warps, 2, *layout,
-            precision=precision, swap=tile.swap, bias_matrix=bias_matrix,
-            align_a=aligns[0], align_b=aligns[1], align_c=aligns[2],
+        spec = replace(
+            like, bm=tile.bm, bn=tile.bn, bk=tile.bk // 2 if f32 else tile.bk, warps=tile.warps,
+            swap=tile.swap,
         )  # fmt: skip
+        if f32 and not spec.trans_b and is_wide(replace(spec, swap=True), sm):
+            # TF32 operands in shared memory must be K-major; only the left factor may come from
+            # registers instead, so B, which is not, has to be the left one.
+            spec = replace(spec, swap=True)
         spec = replace(spec, stages=_stages(spec, sm, tile.per_sm))
         yield spec
-        if "s" in tile.use and not bias_matrix:
+        if "s" in tile.use and not spec.bias_matrix:
             yield replace(spec, split_k=True)
 
 
@@ -287,26 +314,30 @@ def specs(sm: int) -> list[KernelSpec]:
     if sm not in SHARED_LIMIT:
         known = ", ".join(f"sm_{s}" for s in SHARED_LIMIT)
         raise ValueError(f"sm_{sm} is not a supported architecture; supported are {known}")
-    aligned = Family.GEMM_TMA if sm >= 90 else Family.GEMM_POINTER
-    tiles = WIDE_MMA if sm in (90, 100) else NARROW_MMA
+    wide = sm in (90, 100)
+    tiles, unaligned_tiles = (
+        (WIDE_MMA, WIDE_UNALIGNED) if wide else (NARROW_MMA, UNALIGNED)
+    )
     out: list[KernelSpec] = []
-    for dtype in Dtype:
-        for layout in (NN, NT, TN, TT):
-            least = (dtype.bytes,) * 3
-            out += _expand(tiles, aligned, dtype, layout, sm)
-            out += _expand(MATRIX_BIAS, aligned, dtype, layout, sm, bias_matrix=True)
-            for aligns in _classes(layout, dtype.bytes):
-                out += _expand(UNALIGNED, Family.GEMM_POINTER, dtype, layout, sm, aligns=aligns)
-            out += _expand(
-                MATRIX_BIAS[1:], Family.GEMM_POINTER, dtype, layout, sm, aligns=least, bias_matrix=True
-            )
-            if dtype is Dtype.F32:
-                for aligns in ((16, 16, 16), least):
-                    out += _expand(
-                        IEEE, Family.GEMM_POINTER, dtype, layout, sm, Precision.IEEE, aligns=aligns
-                    )
-                out += _expand(
-                    IEEE[2:3], Family.GEMM_POINTER, dtype, layout, sm, Precision.IEEE, aligns=least,
-                    bias_matrix=True,
-                )  # fmt: skip
+    for dtype, layout in product(Dtype, (NN, NT, TN, TT)):
+        family = Family.GEMM_TMA if sm >= 90 else Family.GEMM_POINTER
+        aligned = KernelSpec(family, dtype, 16, 16, 16, 4, 2, *layout)
+        out += _expand(tiles, aligned, sm)
+        out += _expand(MATRIX_BIAS, replace(aligned, bias_matrix=True), sm)
+
+        pointer = replace(aligned, family=Family.GEMM_POINTER)
+        least = _aligned(pointer, dtype.bytes, dtype.bytes, dtype.bytes)
+        for align_a, align_b, align_c in _classes(layout, dtype.bytes):
+            out += _expand(unaligned_tiles, _aligned(pointer, align_a, align_b, align_c), sm)
+        out += _expand(MATRIX_BIAS[1:], replace(least, bias_matrix=True), sm)
+
+        if dtype is Dtype.F32:
+            for spec in (pointer, least):
+                out += _expand(IEEE, replace(spec, precision=Precision.IEEE), sm)
+            spec = replace(least, precision=Precision.IEEE, bias_matrix=True)
+            out += _expand(IEEE[2:3], spec, sm)
     return [spec for spec in out if legal(spec, sm)]
+
+
+def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:
+    return replace(spec, align_a=a, align_b=b, align_c=c)
