@@ -12,10 +12,10 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import dependencies, native
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
@@ -109,9 +109,8 @@ def _register(options: Any, wanted: Registration) -> None:
         return
     if present is not None:
         raise RegistrationError(
-            f"these SessionOptions have the library registered as {present}, and this session "
-            f"wants {wanted}. "
-            "Make new SessionOptions: a registration cannot be changed."
+            f"the library is registered on these SessionOptions as {present}, "
+            f"and this session wants {wanted}. Make new ones: a registration cannot be changed."
         )
     options.add_session_config_entry("moonpoly.backend", wanted.backend)
     options.add_session_config_entry("moonpoly.precision", wanted.precision)
@@ -154,9 +153,8 @@ def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str
     """The pack for one GPU, found or built. Raises what says why this machine cannot use one."""
     if CUDA not in ort.get_available_providers():
         raise DeviceError(
-            f"this onnxruntime {ort.__version__} has no {CUDA}. On a machine with an NVIDIA GPU "
-            "install "
-            '"moonpoly-ort[gpu]" in place of onnxruntime.'
+            f"this onnxruntime {ort.__version__} has no {CUDA}. "
+            'With an NVIDIA GPU, install "moonpoly-ort[gpu]" in place of onnxruntime.'
         )
     count = native.device_count()
     if not 0 <= device_id < count:
@@ -168,8 +166,28 @@ def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str
     from .progress import progress
 
     sm = native.device_query(device_id).sm
-    with progress(f"building kernels for sm_{sm}") as report:
-        return os.fspath(packs.ensure_pack(sm, pack, progress=report))
+    found = packs.find_pack(sm, pack)
+    if found is None:
+        log.warning(
+            "building the kernels for sm_%d into %s: minutes, once. `moonpoly pack` does it ahead.",
+            sm,
+            packs.cache_dir(),
+        )
+        with progress(f"building kernels for sm_{sm}") as report:
+            found = packs.ensure_pack(sm, progress=report)
+    return os.fspath(found)
+
+
+class _Request(NamedTuple):
+    """What a session was asked for; kept to make it again for other providers."""
+
+    source: str | bytes | os.PathLike[str]
+    options: Any
+    backend: str
+    precision: str
+    rewrite: bool
+    pack: str | os.PathLike[str] | None
+    kwargs: dict[str, Any]
 
 
 class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
@@ -207,7 +225,9 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         pack: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._moonpoly = (path_or_bytes, sess_options, backend, precision, rewrite, pack, kwargs)
+        self._request = _Request(
+            path_or_bytes, sess_options, backend, precision, rewrite, pack, kwargs
+        )
         self._start(providers, provider_options)
 
     def set_providers(
@@ -219,7 +239,7 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         self._start(providers, provider_options)
 
     def _start(self, providers: Any, provider_options: Any) -> None:
-        _, _, backend, precision, _, pack, _ = self._moonpoly
+        _, _, backend, precision, _, pack, _ = self._request
         device_id = _cuda_device(providers, provider_options)
         if backend == "cuda" and device_id is None:
             raise ArgumentError(
@@ -248,28 +268,28 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
     def _load(
         self, providers: Any, provider_options: Any, registration: Registration | None
     ) -> None:
-        source, given, _, _, rewrite, _, kwargs = self._moonpoly
+        source, given = self._request.source, self._request.options
         options = ort.SessionOptions() if given is None else given
-        with _lock if given is not None else threading.Lock():
+        with nullcontext() if given is None else _lock:
             if registration is not None:
                 _register(options, registration)
             # Registered ops are never inlined: with such options only the untouched model runs
             # elsewhere.
             untouched = registration is None and options in _registered
             model, folder, self.moonpoly_report = source, None, None
-            if rewrite and not untouched and not _is_ort_format(source):
+            if self._request.rewrite and not untouched and not _is_ort_format(source):
                 model, folder, self.moonpoly_report = _rewritten(source)
             try:
                 with _external_data_in(options, folder):
-                    super().__init__(model, options, providers, provider_options, **kwargs)
+                    super().__init__(
+                        model, options, providers, provider_options, **self._request.kwargs
+                    )
             except Exception as error:
                 if untouched and _no_kernel(error):
                     raise RegistrationError(
-                        "the model is already rewritten, and these SessionOptions have the library "
-                        "registered "
-                        f"for {_registered[options].backend}, which this session does not use. "
-                        "Make new "
-                        "SessionOptions for it."
+                        "the model is already rewritten, and the library is registered on these "
+                        f"SessionOptions for the backend {_registered[options].backend}, which "
+                        "this session does not use. Make new SessionOptions for it."
                     ) from error
                 raise
         self.moonpoly_backend = registration.backend if registration else "onnxruntime"

@@ -96,7 +96,9 @@ def input_shapes(model: ModelProto, sizes: Sizes) -> dict[str, Shape]:
             f"Inputs: {', '.join(sorted(names)) or 'none'}; dimensions: "
             f"{', '.join(sorted(symbols)) or 'none'}."
         )
-    return {info.name: _input_shape(info, sizes) for info in inputs}
+    # A lone number for an input is the shape of a vector.
+    given = {k: [v] if k in names - symbols and isinstance(v, int) else v for k, v in sizes.items()}
+    return {info.name: _input_shape(info, given) for info in inputs}
 
 
 def _input_shape(info: ValueInfoProto, sizes: Sizes) -> Shape:
@@ -117,10 +119,8 @@ def _input_shape(info: ValueInfoProto, sizes: Sizes) -> Shape:
             )
         for i, dim in enumerate(declared or ()):
             if dim.HasField("dim_value") and dim.dim_value >= 0 and dim.dim_value != shape[i]:
-                raise InputError(
-                    f"dimension {i} of input {info.name!r} is {dim.dim_value}, and {list(shape)} "
-                    "was given"
-                )
+                fixed = f"dimension {i} of input {info.name!r} is {dim.dim_value}"
+                raise InputError(f"{fixed}, and {list(shape)} was given")
         return shape
     if declared is None:
         raise InputError(f"input {info.name!r} has no rank in the model: give its whole shape")

@@ -96,9 +96,8 @@ def load(path: str | os.PathLike[str], *, gpu: str | None = None) -> Table:
     table = _parse(data, source)
     if gpu is not None and table.gpu != gpu:
         raise TableError(
-            f"{source} was measured on {table.gpu!r}, not on {gpu!r}: its costs would mislead the "
-            "planner. "
-            f"Remove it, or use one named {file_name(gpu)}."
+            f"{source} was measured on {table.gpu!r}, not on {gpu!r}, so that its costs would "
+            f"mislead the planner. Remove it, or use one named {file_name(gpu)}."
         )
     return table
 
@@ -108,8 +107,8 @@ def _parse(data: Any, source: Path) -> Table:
         raise TableError(f"{source} is no performance table: a JSON object is expected")
     if data.get("schema") != SCHEMA:
         raise TableError(
-            f"{source} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}. Tune "
-            "again."
+            f"{source} has schema {data.get('schema')!r}; this version reads schema {SCHEMA}. "
+            "Tune again."
         )
     rows = data.get("costs")
     if not isinstance(rows, list) or not rows:
@@ -205,9 +204,8 @@ def cost_tables(sm: int) -> list[CostTable]:
         known = [cost for cost in table.costs if cost.kernel in place]
         if not known:
             raise TableError(
-                f"the table {table.name} lists no kernel of this version, e.g. "
-                f"{table.costs[0].kernel!r}. "
-                "Tune again, or remove it."
+                f"the table {table.name} lists no kernel of this version, but others such as "
+                f"{table.costs[0].kernel!r}. Tune again, or remove it."
             )
         for cost in known:
             costs[place[cost.kernel]] = (

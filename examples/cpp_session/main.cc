@@ -2,8 +2,8 @@
 //
 //   main rewritten.onnx /path/to/libmoonpoly_ort.so rows
 //
-// The model (from `moonpoly rewrite`) is expected to have one float input of two dimensions, the first
-// of them dynamic. See README.md beside this file for how to build it.
+// The model (from `moonpoly rewrite`) must have one float input of two dimensions, the first of
+// them dynamic. README.md beside this file tells how to build it.
 #include <onnxruntime_cxx_api.h>
 
 #include <cstdint>
@@ -21,8 +21,8 @@ int main(int argc, char** argv) {
     Ort::SessionOptions options;
     OrtCUDAProviderOptions cuda{};
     options.AppendExecutionProvider_CUDA(cuda);
-    // Read by the library when it is registered, so they come first. All are optional: by default the
-    // kernel pack is looked for beside the library and in the cache.
+    // Read by the library when it is registered, so they come first. All are optional: by default
+    // the kernel pack is looked for beside the library and in the cache.
     options.AddConfigEntry("moonpoly.precision", "tf32");
     options.RegisterCustomOpsLibrary(argv[2]);
     Ort::Session session(env, argv[1], options);

@@ -209,6 +209,8 @@ def _providers(given: list[str] | None, backend: str) -> list[str]:
         raise DeviceError(
             f"this onnxruntime {ort.__version__} has no {unknown[0]}; it has {', '.join(available)}"
         )
+    if short["cuda"] in wanted:
+        ort.preload_dlls()  # the CUDA libraries that pip installed
     return wanted
 
 
@@ -255,6 +257,9 @@ def save_arrays(path: Path, arrays: dict[str, Any]) -> None:
 def explain(
     model: ModelPath,
     dim: Dims = None,
+    inputs: Annotated[
+        Path | None, typer.Option(metavar="X.npz", help="Inputs, where shapes depend on values.")
+    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="Name of a known GPU; by default the one here, else H200.")
     ] = None,
@@ -266,9 +271,8 @@ def explain(
     """Show the kernels chosen for every node at given sizes. Needs no GPU."""
     from ..explaining import explain as explain_model
 
-    plans = explain_model(
-        model, parse_dims(dim or ()), gpu=gpu, precision=precision, pack=pack, node=node
-    )
+    sizes = _load_inputs(inputs, dim) if inputs else parse_dims(dim or ())
+    plans = explain_model(model, sizes, gpu=gpu, precision=precision, pack=pack, node=node)
     if as_json:
         print_json(plans.as_dict())
     else:

@@ -54,9 +54,8 @@ def parse_dims(given: Iterable[str]) -> dict[str, int | list[int]]:
             numbers, equals = [], ""
         if not name or not equals or any(number < 0 for number in numbers):
             raise InputError(
-                f"--dim {text!r}: expected NAME=SIZE for a symbolic dimension (batch=1), or the "
-                "shape of an "
-                "input with all its sizes (x=1,3,48,320; x= for a scalar)"
+                f"--dim {text!r}: expected NAME=SIZE for a symbolic dimension (batch=1), or an "
+                "input's shape with all its sizes (x=1,3,48,320; x= for a scalar)"
             )
         sizes[name] = numbers[0] if len(numbers) == 1 else numbers
     return sizes

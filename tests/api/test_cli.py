@@ -216,6 +216,11 @@ class TestExplain:
         assert (plan["name"], plan["m"], plan["n"], plan["k"]) == ("second", 37, 16, 32)
         assert plan["regions"]
 
+    def test_sizes_from_inputs(self, model: Path, x, tmp_path: Path) -> None:
+        np.savez(tmp_path / "in.npz", x=x)
+        words = ["explain", model, "--inputs", tmp_path / "in.npz", "--gpu", "L4", "--json"]
+        assert json.loads(moonpoly(*words).stdout)["plans"][0]["m"] == len(x)
+
 
 class TestPack:
     def test_lists_none_and_then_what_is_there(self) -> None:

@@ -130,6 +130,8 @@ def inputs(text: str) -> onnx.ModelProto:
         ("float[b, 3] x", {"x": np.zeros((4, 3))}, (4, 3)),
         ("float[?, 3] x", {"x": [2, 3]}, (2, 3)),
         ("float x", {}, ()),
+        ("float[?] x", {"x": 7}, (7,)),
+        ("float[x] x", {"x": 7}, (7,)),
         ("float[] x", {"x": [2, 3]}, (2, 3)),
     ],
 )
