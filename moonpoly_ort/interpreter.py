@@ -1,0 +1,186 @@
+"""The interpreter backend: a plan's regions run on CPU buffers by the very kernels that a pack
+holds, in Triton's interpreter. Slow (a millisecond or more per block): for verification and tests.
+
+Differences from a GPU: products are exact in fp32 (TF32 operands are not rounded), blocks run one
+after another, and shared-memory pipelining is not simulated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .custom_ops.kernels import loading, pack_format
+from .custom_ops.kernels.pack_format import Param
+from .custom_ops.kernels.signature import PARAMETERS
+from .custom_ops.kernels.spec import Dtype, Family, KernelSpec, name
+from .errors import MissingDependencyError, MoonPolyError
+
+if TYPE_CHECKING:
+    from .native import Pack, Plan, Problem, Region
+
+__all__ = ["install", "run", "run_plan"]
+
+
+def _torch() -> Any:
+    try:
+        import torch
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the interpreter backend needs Triton and PyTorch (its CPU build will do), and "
+            f"{error.name} is not installed: pip install 'moonpoly-ort[tune]' torch"
+        ) from error
+    return torch
+
+
+class _Matrices:
+    """A batch of row-major matrices at an address: exactly the elements that they reach."""
+
+    def __init__(
+        self, address: int, dtype: Dtype, entries: int, rows: int, columns: int, pitch: int,
+        batch_stride: int,
+    ) -> None:  # fmt: skip
+        torch = _torch()
+        self.shape = (entries, rows, columns)
+        # The stride of a single entry is never used, but a tensor map wants an aligned one.
+        self.strides = (batch_stride if entries > 1 else rows * pitch, pitch, 1)
+        empty = 0 in self.shape
+        count = 0 if empty else 1 + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
+        )  # fmt: skip
+        self.storage = _elements(torch, address, dtype, count)
+
+    def descriptor(self, rows: int, columns: int) -> Any:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(
+            self.storage, list(self.shape), list(self.strides), [1, rows, columns]
+        )
+
+
+def _elements(torch: Any, address: int, dtype: Dtype, count: int) -> Any:
+    """`count` elements of host memory as a tensor, without a copy."""
+    element = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}[
+        dtype
+    ]
+    if count == 0:
+        return torch.empty(0, dtype=element)
+    buffer = (ctypes.c_char * (count * dtype.bytes)).from_address(address)
+    return torch.frombuffer(buffer, dtype=element)
+
+
+def run_plan(
+    specs: Sequence[KernelSpec] | Mapping[int, KernelSpec],
+    problem: Problem,
+    plan: Plan,
+    a: int,
+    b: int,
+    bias: int | None,
+    y: int,
+) -> None:
+    """Computes a planned problem on host memory.
+
+    Args:
+        specs: the kernels by the indices of the plan.
+        problem, plan: `mp_problem` and a plan for it.
+        a, b, bias, y: addresses of the operands, laid out as `problem` says; no bias: None or 0.
+
+    Raises:
+        MissingDependencyError: Triton or torch is not installed.
+        MoonPolyError: a kernel fails in the interpreter.
+    """
+    _torch()
+    with loading.TRITON:
+        for region in plan.regions:
+            spec = specs[region.kernel]
+            try:
+                with np.errstate(all="ignore"):  # NaN and Inf are data here
+                    _run_region(spec, problem, region, a, b, bias, y)
+            except Exception as error:
+                raise MoonPolyError(
+                    f"kernel {name(spec)} failed in Triton's interpreter: {error}"
+                ) from error
+
+
+def _run_region(
+    spec: KernelSpec, p: Problem, r: Region, a: int, b: int, bias: int | None, y: int
+) -> None:
+    torch = _torch()
+    e = spec.dtype.bytes
+    a_entries = min(p.a_mod, -(-p.batch // p.a_div))
+    b_entries = min(p.b_mod, -(-p.batch // p.b_div))
+    a_shape = (p.k, r.m) if p.trans_a else (r.m, p.k)
+    b_shape = (r.n, p.k) if p.trans_b else (p.k, r.n)
+    a_start = r.m0 if p.trans_a else r.m0 * p.lda
+    b_start = r.n0 * p.ldb if p.trans_b else r.n0
+    operands = {
+        "a": _Matrices(a + a_start * e, spec.dtype, a_entries, *a_shape, p.lda, p.a_batch_stride),
+        "b": _Matrices(b + b_start * e, spec.dtype, b_entries, *b_shape, p.ldb, p.b_batch_stride),
+        "y": _Matrices(
+            y + (r.m0 * p.ldc + r.n0) * e, spec.dtype, p.batch, r.m, r.n, p.ldc, p.c_batch_stride
+        ),
+    }
+    bias_count = 0
+    if bias and p.beta != 0:
+        bias_count = 1 + (r.m - 1) * p.bias_stride_m + (r.n - 1) * p.bias_stride_n
+        bias += (r.m0 * p.bias_stride_m + r.n0 * p.bias_stride_n) * e
+
+    # The workspace starts as NaN: reading what no slice wrote would show.
+    workspace = torch.full((r.workspace_bytes // 4,), float("nan"), dtype=torch.float32)
+    counters = torch.zeros(r.counters, dtype=torch.int32)
+    a_box = (spec.bk, spec.bm) if spec.trans_a else (spec.bm, spec.bk)
+    b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
+    values: dict[Param, Any] = {
+        Param.PTR_A: operands["a"].storage, Param.PTR_B: operands["b"].storage,
+        Param.PTR_Y: operands["y"].storage,
+        Param.PTR_BIAS: _elements(torch, bias or 0, spec.dtype, bias_count),
+        Param.PTR_WORKSPACE: workspace, Param.PTR_COUNTERS: counters,
+        Param.M: r.m, Param.N: r.n, Param.K: p.k, Param.SPLIT: r.split,
+        Param.A_DIV: p.a_div, Param.A_MOD: p.a_mod, Param.B_DIV: p.b_div, Param.B_MOD: p.b_mod,
+        Param.Z0: r.z0, Param.LDA: p.lda, Param.LDB: p.ldb, Param.LDC: p.ldc,
+        Param.A_BATCH: p.a_batch_stride, Param.B_BATCH: p.b_batch_stride,
+        Param.C_BATCH: p.c_batch_stride,
+        Param.BIAS_M: p.bias_stride_m, Param.BIAS_N: p.bias_stride_n,
+        Param.ALPHA: p.alpha, Param.BETA: p.beta if bias_count else 0.0,
+    }  # fmt: skip
+    if spec.family is Family.GEMM_TMA:
+        values[Param.DESC_A] = operands["a"].descriptor(*a_box)
+        values[Param.DESC_B] = operands["b"].descriptor(*b_box)
+        values[Param.DESC_Y] = operands["y"].descriptor(spec.bm, spec.bn)
+    function = loading.kernel(spec.family, interpret=True)
+    function[(r.grid,)](
+        *(values[param] for param in PARAMETERS[spec.family].values()),
+        **loading.constants(spec),
+    )
+
+
+def run(pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
+    """`run_plan` for a plan made from an open pack or catalog."""
+    records = pack.kernels
+    used = {r.kernel: records[r.kernel] for r in plan.regions}
+    specs = {i: pack_format.decode_spec(partial(getattr, record)) for i, record in used.items()}
+    run_plan(specs, problem, plan, a, b, bias, y)
+
+
+def install(pack: str | os.PathLike[str] | None = None) -> None:
+    """Makes the CPU ops of `moonpoly.backend=interpreter` run plans made from this pack or catalog,
+    by default the catalog for sm_90. One pack at a time, for all sessions of the process.
+
+    Raises PackError for a bad pack, MissingDependencyError without Triton or torch.
+    """
+    from . import native, packs
+
+    _torch()
+    kernels = pack_format.read_pack(pack or packs.catalog(90)).kernels
+    specs = [kernel.spec for kernel in kernels]
+
+    def interpret(problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
+        run_plan(specs, problem, plan, a, b, bias, y)
+
+    native.set_interpreter(interpret)
