@@ -46,7 +46,6 @@ class _Matrices:
         self, address: int, dtype: Dtype, entries: int, rows: int, columns: int, pitch: int,
         batch_stride: int,
     ) -> None:  # fmt: skip
-        torch = _torch()
         self.shape = (entries, rows, columns)
         # The stride of a single entry is never used, but a tensor map wants an aligned one.
         self.strides = (batch_stride if entries > 1 else rows * pitch, pitch, 1)
@@ -54,7 +53,7 @@ class _Matrices:
         count = 0 if empty else 1 + sum(
             (size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)
         )  # fmt: skip
-        self.storage = _elements(torch, address, dtype, count)
+        self.storage = _elements(address, dtype, count)
 
     def descriptor(self, rows: int, columns: int) -> Any:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -64,8 +63,9 @@ class _Matrices:
         )
 
 
-def _elements(torch: Any, address: int, dtype: Dtype, count: int) -> Any:
+def _elements(address: int, dtype: Dtype, count: int) -> Any:
     """`count` elements of host memory as a tensor, without a copy."""
+    torch = _torch()
     element = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}[
         dtype
     ]
@@ -73,6 +73,10 @@ def _elements(torch: Any, address: int, dtype: Dtype, count: int) -> Any:
         return torch.empty(0, dtype=element)
     buffer = (ctypes.c_char * (count * dtype.bytes)).from_address(address)
     return torch.frombuffer(buffer, dtype=element)
+
+
+def _scratch(count: int, fill: float, dtype: Any) -> Any:
+    return _torch().full((count,), fill, dtype=dtype)
 
 
 def run_plan(
@@ -132,14 +136,14 @@ def _run_region(
         bias += (r.m0 * p.bias_stride_m + r.n0 * p.bias_stride_n) * e
 
     # The workspace starts as NaN: reading what no slice wrote would show.
-    workspace = torch.full((r.workspace_bytes // 4,), float("nan"), dtype=torch.float32)
-    counters = torch.zeros(r.counters, dtype=torch.int32)
+    workspace = _scratch(r.workspace_bytes // 4, float("nan"), torch.float32)
+    counters = _scratch(r.counters, 0, torch.int32)
     a_box = (spec.bk, spec.bm) if spec.trans_a else (spec.bm, spec.bk)
     b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
     values: dict[Param, Any] = {
         Param.PTR_A: operands["a"].storage, Param.PTR_B: operands["b"].storage,
         Param.PTR_Y: operands["y"].storage,
-        Param.PTR_BIAS: _elements(torch, bias or 0, spec.dtype, bias_count),
+        Param.PTR_BIAS: _elements(bias or 0, spec.dtype, bias_count),
         Param.PTR_WORKSPACE: workspace, Param.PTR_COUNTERS: counters,
         Param.M: r.m, Param.N: r.n, Param.K: p.k, Param.SPLIT: r.split,
         Param.A_DIV: p.a_div, Param.A_MOD: p.a_mod, Param.B_DIV: p.b_div, Param.B_MOD: p.b_mod,

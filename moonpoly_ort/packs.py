@@ -100,6 +100,18 @@ def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | Non
     return next((place for place in places if _is_current(place, sm)), None)
 
 
+def _measured(sm: int) -> list[CostTable]:
+    from .tables import cost_tables
+
+    return cost_tables(sm)
+
+
+def _same(tables: Sequence[CostTable], others: Sequence[CostTable]) -> bool:
+    return list(tables) == list(others) and all(
+        bool((a.costs == b.costs).all()) for a, b in zip(tables, others, strict=True)
+    )
+
+
 def build_pack(
     sm: int, output: str | os.PathLike[str], *, tables: Sequence[CostTable] = (),
     progress: Progress | None = None,
@@ -127,6 +139,20 @@ def build_pack(
     return target
 
 
+def _renew_tables(path: Path, sm: int) -> None:
+    """Puts the present cost tables into a pack of the cache, as after tuning; the code stays."""
+    tables = _measured(sm)
+    if _same(pack_format.read_tables(path), tables):
+        return
+    pack = pack_format.read_pack(path)
+    try:
+        pack_format.write_pack(
+            path, sm, pack.kernels, tables, key=pack.info.key, triton=pack.info.triton
+        )
+    except OSError as error:
+        raise PackError(f"cannot renew the cost tables in {path}: {error.strerror}") from error
+
+
 def ensure_pack(
     sm: int, path: str | os.PathLike[str] | None = None, *, progress: Progress | None = None,
     build: bool = True,
@@ -138,9 +164,11 @@ def ensure_pack(
     looked for.
     """
     found = find_pack(sm, path)
+    target = cache_dir() / pack_name(sm)
+    if found == target:
+        _renew_tables(target, sm)
     if found is not None:
         return found
-    target = cache_dir() / pack_name(sm)
     if not build or os.environ.get("MOONPOLY_NO_BUILD", "0") not in ("", "0"):
         reason = "MOONPOLY_NO_BUILD is set" if build else "the caller forbids building"
         searched = ", ".join(map(str, _places(sm)))
@@ -152,7 +180,7 @@ def ensure_pack(
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
             if not _is_current(target, sm):  # else another process built it meanwhile
-                build_pack(sm, target, progress=progress)
+                build_pack(sm, target, tables=_measured(sm), progress=progress)
     except OSError as error:
         raise PackError(
             f"cannot write the pack cache {target.parent}: {error.strerror}. Set XDG_CACHE_HOME to "
@@ -162,19 +190,20 @@ def ensure_pack(
 
 
 def catalog(sm: int) -> Path:
-    """A pack without code for an architecture: the kernel list with estimated resources, for plans
-    on a machine with neither Triton nor a built pack. Written in milliseconds, to the cache or
-    else the temporary folder.
+    """A pack without code for an architecture: the kernel list with estimated resources and the
+    cost tables, for plans on a machine with neither Triton nor a built pack. Written in
+    milliseconds, to the cache or else the temporary folder.
     """
     file_name = pack_name(sm).replace(".mpk", ".catalog.mpk")
     kernels = compiling.catalog_kernels(sm)
+    tables = _measured(sm)
     key = compiling.content_key(sm, "none")
     temporary = Path(tempfile.gettempdir()) / f"moonpoly_ort-{os.getuid()}"
     for folder in (cache_dir(), temporary):
         target = folder / file_name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            pack_format.write_pack(target, sm, kernels, key=key, triton="none")
+            pack_format.write_pack(target, sm, kernels, tables, key=key, triton="none")
         except OSError:
             continue
         return target

@@ -284,9 +284,8 @@ def _open(path: str | os.PathLike[str]) -> tuple[memoryview, Any]:
     if header["version"] != VERSION or header["header_bytes"] != HEADER.itemsize:
         raise _fault(path, f"pack version {header['version']}, while this release reads {VERSION}")
     if header["file_bytes"] != size:
-        raise _fault(
-            path, f"has {size} bytes where its header says {header['file_bytes']}: truncated"
-        )
+        said = header["file_bytes"]
+        raise _fault(path, f"has {size} bytes, its header says {said}: truncated or overwritten")
     return data, header
 
 
@@ -326,6 +325,27 @@ def decode_spec(field_of: Callable[[str], Any]) -> KernelSpec:
     return KernelSpec(family=family, dtype=dtype, precision=precision, **numbers)
 
 
+def read_tables(path: str | os.PathLike[str]) -> list[CostTable]:
+    """The cost tables of a pack, without its code. The content is not verified."""
+    data, header = _open(path)
+    count = int(header["kernel_count"])
+    tables = []
+    table_bytes = TABLE.itemsize + count * COST.itemsize
+    for index in range(int(header["table_count"])):
+        offset = int(header["tables_offset"]) + index * table_bytes
+        entry = np.frombuffer(data, TABLE, 1, offset)[0]
+        tables.append(
+            CostTable(
+                gpu=entry["gpu"].decode(),
+                sm_count=int(entry["sm_count"]),
+                bandwidth_gbps=float(entry["bandwidth_gbps"]),
+                launch_us=float(entry["launch_us"]),
+                costs=np.frombuffer(data, COST, count, offset + TABLE.itemsize).copy(),
+            )
+        )
+    return tables
+
+
 def read_pack(path: str | os.PathLike[str]) -> Pack:
     """Everything in a pack. Raises PackError as `read_info` does."""
     info = read_info(path)
@@ -356,18 +376,4 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                 else (),
             )
         )
-    tables = []
-    table_bytes = TABLE.itemsize + count * COST.itemsize
-    for index in range(int(header["table_count"])):
-        offset = int(header["tables_offset"]) + index * table_bytes
-        entry = np.frombuffer(data, TABLE, 1, offset)[0]
-        tables.append(
-            CostTable(
-                gpu=entry["gpu"].decode(),
-                sm_count=int(entry["sm_count"]),
-                bandwidth_gbps=float(entry["bandwidth_gbps"]),
-                launch_us=float(entry["launch_us"]),
-                costs=np.frombuffer(data, COST, count, offset + TABLE.itemsize).copy(),
-            )
-        )
-    return Pack(info, kernels, tables)
+    return Pack(info, kernels, read_tables(path))

@@ -187,24 +187,27 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         buffers = spec.stages if wide else max(spec.stages - 1, 1)
         if wide and spec.dtype is Dtype.F32 and not k_major:
             # The left factor leaves its buffer for registers early, the right one for a copy.
-            buffers += -1 if is_left else 2 if sm == 100 else 0
+            copied = sm == 100 and spec.family is Family.GEMM_TMA
+            buffers += -1 if is_left else 2 * copied
         loop += tile * buffers
         if spec.family is Family.GEMM_TMA:
             loop += 8 * buffers  # barriers
     stored = spec.bm * spec.bn * (4 if spec.split_k and wide else e)
     if spec.dtype is Dtype.F32 and spec.family is Family.GEMM_POINTER and not wide:
         stored = 0  # in the layout of the accumulators
-    return max(loop, stored), _estimated_registers(spec)
+    return max(loop, stored), _estimated_registers(spec, sm)
 
 
-def _estimated_registers(spec: KernelSpec) -> int:
-    accumulators = spec.bm * spec.bn // (32 * spec.warps)
+def _estimated_registers(spec: KernelSpec, sm: int) -> int:
+    threads = 32 * spec.warps
+    sums = spec.bm * spec.bn // threads
+    if spec.precision is Precision.IEEE:
+        return 2 * sums + 48  # as many again for the factors
     if spec.family is Family.GEMM_TMA:
-        return accumulators + 32
-    addresses = (
-        (spec.bm + spec.bn) * spec.bk // (32 * spec.warps) // (min(spec.align_a, spec.align_b) // 2)
-    )
-    return min(255, accumulators + 48 + addresses)
+        return sums + (80 if sm == 100 else 32)
+    loads = (spec.bm + spec.bn) * spec.bk * spec.dtype.bytes // threads
+    addresses = loads // min(spec.align_a, spec.align_b)
+    return min(255, sums + addresses + (96 if sm == 100 else 56))
 
 
 def _is_async(align: int) -> bool:
@@ -259,6 +262,7 @@ SPILLING = {
     100: {
         "gemm_pointer_f16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
         "gemm_pointer_bf16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
+        "gemm_pointer_f32_nn_16x128x16_w4_s6_swap_split_a4b4c4",
         "gemm_pointer_f32ieee_nt_64x128x16_w8_s6_a4b4c4",
     }
 }

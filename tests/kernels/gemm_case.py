@@ -9,14 +9,15 @@ write shows.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-
 from moonpoly_ort.custom_ops.kernels.pack_format import DTYPE_CODE, PRECISION_CODE
 from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family, KernelSpec, Precision
+
 from moonpoly_ort.interpreter import run_plan
 
 TORCH = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}
@@ -121,7 +122,7 @@ class Case:
     def _regions(self) -> list[SimpleNamespace]:
         def pieces(cuts: list[int], size: int) -> list[tuple[int, int]]:
             edges = sorted({0, size, *(c for c in cuts if 0 < c < size)})
-            return [(low, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+            return [(low, high - low) for low, high in pairwise(edges)]
 
         out = []
         for m0, m in pieces(self.cuts[0], self.m):
@@ -147,7 +148,8 @@ class Case:
         c = Buffer(self.c[None], 1, 0, nan) if self.c is not None else None
         problem = SimpleNamespace(
             dtype=DTYPE_CODE[spec.dtype], precision=PRECISION_CODE[spec.precision],
-            trans_a=spec.trans_a, trans_b=spec.trans_b, m=self.m, n=self.n, k=self.k, batch=self.batch,
+            trans_a=spec.trans_a, trans_b=spec.trans_b,
+            m=self.m, n=self.n, k=self.k, batch=self.batch,
             lda=a.pitch, ldb=b.pitch, ldc=y.pitch, a_batch_stride=a.batch_stride,
             b_batch_stride=b.batch_stride, c_batch_stride=y.batch_stride,
             a_div=self.a_map[0], a_mod=self.a_map[1], b_div=self.b_map[0], b_mod=self.b_map[1],
@@ -167,6 +169,6 @@ class Case:
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
         np.testing.assert_array_equal(np.isposinf(got), np.isposinf(want))
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
-        error = np.linalg.norm((got - want)[finite])
+        error = np.linalg.norm(got[finite] - want[finite])
         scale = np.linalg.norm(want[finite])
         assert error <= tolerance(self.spec, self.k) * scale + 1e-30, (error, scale)

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import triton
+from moonpoly_ort.custom_ops.kernels import compiling, loading
+from moonpoly_ort.custom_ops.kernels.compiling import compile_spec, compile_specs, content_key
+from moonpoly_ort.custom_ops.kernels.pack_format import PackedKernel
+from moonpoly_ort.custom_ops.kernels.signature import PARAMETERS
+from moonpoly_ort.custom_ops.kernels.spec import (
+    SHARED_LIMIT,
+    Dtype,
+    Family,
+    KernelSpec,
+    estimated_resources,
+    is_wide,
+    name,
+    specs,
+)
+
+from moonpoly_ort.errors import MissingDependencyError, PackError
+
+SMALL = KernelSpec(Family.GEMM_POINTER, Dtype.F16, 16, 16, 16, 4, 2)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@pytest.mark.parametrize("sm", SHARED_LIMIT)
+def test_every_kernel_compiles_within_the_limits_of_its_architecture(sm: int) -> None:
+    wanted = specs(sm)
+    kernels = compile_specs(wanted, sm)
+    assert [kernel.spec for kernel in kernels] == wanted
+    faults = []
+    for kernel in kernels:
+        shared, registers = estimated_resources(kernel.spec, sm)
+        if kernel.local_bytes:
+            faults.append(f"{name(kernel.spec)} spills {kernel.local_bytes} bytes")
+        if kernel.shared_bytes > SHARED_LIMIT[sm]:
+            faults.append(f"{name(kernel.spec)} takes {kernel.shared_bytes} bytes of shared memory")
+        if abs(kernel.shared_bytes - shared) > 0.05 * shared + 64:
+            faults.append(f"{name(kernel.spec)}: {kernel.shared_bytes} shared, expected {shared}")
+        if kernel.registers * 32 * kernel.spec.warps > 65536 or kernel.registers > 255:
+            faults.append(f"{name(kernel.spec)} takes {kernel.registers} registers")
+        if not 16 <= registers <= 255:
+            faults.append(f"{name(kernel.spec)}: {registers} registers expected")
+        if kernel.cubin[:4] != b"\x7fELF" or kernel.entry.encode() not in kernel.cubin:
+            faults.append(f"{name(kernel.spec)}: no code for {kernel.entry}")
+    assert faults == []
+
+
+@pytest.mark.parametrize("family", Family)
+def test_parameters_are_those_of_the_kernel(family: Family) -> None:
+    arguments = loading.kernel(family).arg_names
+    constants = list(loading.constants(SMALL))
+    assert arguments == [*PARAMETERS[family], *constants]
+
+
+def _sass(kernel: PackedKernel, folder: Path) -> str:
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.cubin)
+    command = [TOOLS / "nvdisasm", path]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _main_loop(sass: str) -> str:
+    """The instructions from the target of the shortest backward branch over a tensor-core
+    instruction to that branch."""
+    loops = []
+    for label in re.finditer(r"^(\.L_x_\d+):", sass, re.MULTILINE):
+        for branch in re.finditer(rf"\bBRA\b.*\({re.escape(label[1])}\)", sass):
+            body = sass[label.start() : branch.end()]
+            if "HGMMA" in body:
+                loops.append(body)
+    return min(loops, key=len)
+
+
+def test_tensor_maps_and_wgmma_on_hopper(tmp_path: Path) -> None:
+    for spec in specs(90):
+        if spec.family is Family.GEMM_TMA and not spec.trans_a and spec.dtype is not Dtype.BF16:
+            assert is_wide(spec, 90)
+    wanted = [
+        s for s in specs(90)
+        if s.family is Family.GEMM_TMA and (s.bm, s.bn) in ((128, 256), (64, 128), (16, 64))
+        and s.dtype is not Dtype.BF16 and not (s.trans_a or s.split_k)
+    ]  # fmt: skip
+    assert len(wanted) >= 6
+    for kernel in compile_specs(wanted, 90):
+        sass = _sass(kernel, tmp_path)
+        assert re.search(r"\bHGMMA\.", sass), kernel.spec
+        assert re.search(r"\bUTMALDG\.3D", sass), kernel.spec
+        assert re.search(r"\bUTMASTG\.3D", sass), kernel.spec
+        assert not re.search(r"\b(HMMA|LDL|STL)\b", sass), kernel.spec
+        assert not re.search(r"\bSTS\b", _main_loop(sass)), kernel.spec
+
+
+def test_a_factor_of_tf32_would_be_copied_if_it_did_not_pass_through_registers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = next(s for s in specs(90) if name(s).startswith("gemm_tma_f32_nn_128x128"))
+    monkeypatch.setattr(compiling, "_rounded", lambda spec, sm: "none")
+    assert re.search(r"\bSTS\b", _main_loop(_sass(compile_spec(spec, 90), tmp_path)))
+
+
+@pytest.mark.parametrize(("sm", "align", "bits"), [(80, 16, 128), (80, 8, 64), (90, 4, 32)])
+def test_alignment_decides_the_width_of_loads(
+    sm: int, align: int, bits: int, tmp_path: Path
+) -> None:
+    spec = replace(
+        SMALL, bm=64, bn=64, bk=32, align_a=align, align_b=align, align_c=align, stages=3
+    )
+    sass = _sass(compile_spec(spec, sm), tmp_path)
+    suffixes = set(re.findall(r"\bLDGSTS\.E((?:\.[A-Z0-9_]+)*)", sass))
+    assert suffixes
+    widths = {128 if ".128" in s else 64 if ".64" in s else 32 for s in suffixes}
+    assert widths == {bits}, suffixes
+
+
+def test_descriptors_are_the_boxes_of_the_tiles() -> None:
+    spec = next(s for s in specs(90) if name(s).startswith("gemm_tma_f16_tn_128x256x64"))
+    a, b, y = compile_spec(spec, 90).descriptors
+    # Rows of 64 halves, 128 bytes, take the widest swizzle; the kernel loads several boxes.
+    assert (a.box, b.box, y.box) == ((1, 64, 64), (1, 64, 64), (1, 128, 64))
+    assert {a.swizzle, b.swizzle, y.swizzle} == {3}
+
+
+def test_registers_are_what_cuobjdump_reads(tmp_path: Path) -> None:
+    for kernel in compile_specs(specs(90)[::75], 90):
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(kernel.cubin)
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", path]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found is not None
+        assert (kernel.registers, kernel.local_bytes) == tuple(map(int, found.groups()))
+
+
+def test_spilled_bytes_are_noticed() -> None:
+    spec = KernelSpec(Family.GEMM_TMA, Dtype.F16, 128, 128, 64, 4, 3, bias_matrix=True)
+    assert compile_spec(spec, 90).local_bytes > 0
+
+
+def test_compilation_does_not_depend_on_the_machine() -> None:
+    cubin = compile_spec(SMALL, 90).cubin
+    assert os.getcwd().encode() not in cubin
+    assert str(Path(compiling.__file__).parent).encode() not in cubin
+
+
+def test_progress_and_order() -> None:
+    wanted = [replace(SMALL, bn=n) for n in (64, 16, 32)]
+    seen: list[tuple[int, int, str]] = []
+    kernels = compile_specs(wanted, 80, progress=lambda *step: seen.append(step))
+    assert [k.spec for k in kernels] == wanted
+    assert [(done, total) for done, total, _ in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert {last for _, _, last in seen} == set(map(name, wanted))
+
+
+def test_an_illegal_kernel_fails_the_build_with_its_name() -> None:
+    bad = replace(SMALL, family=Family.GEMM_TMA)
+    with pytest.raises(PackError, match=f"{name(bad)} cannot be compiled for sm_80: .*need sm_90"):
+        compile_specs([SMALL, bad], 80)
+
+
+def test_a_compiler_failure_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "constants", lambda spec, rounded: {"BM": "wide"})
+    with pytest.raises(PackError, match=rf"Triton cannot compile {name(SMALL)} for sm_80"):
+        compile_spec(SMALL, 80)
+
+
+def test_an_unwritable_cache_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
+    with pytest.raises(PackError, match="TRITON_CACHE_DIR names another folder"):
+        compile_spec(replace(SMALL, bn=128), 80)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", None])
+def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    def find(_: str) -> str:
+        if version is None:
+            raise compiling.importlib.metadata.PackageNotFoundError("triton")
+        return version
+
+    monkeypatch.setattr(compiling.importlib.metadata, "version", find)
+    with pytest.raises(MissingDependencyError, match=r"Triton 3\.9, .*moonpoly-ort\[tune\]"):
+        compile_spec(SMALL, 80)
+
+
+def test_interpretation_of_all_of_triton_excludes_compilation() -> None:
+    program = (
+        "from moonpoly_ort.custom_ops.kernels import compiling, spec\n"
+        "compiling.compile_spec(spec.specs(80)[0], 80)"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert "PackError: kernels cannot be compiled while TRITON_INTERPRET is set" in run.stderr
+
+
+def test_key_depends_on_content_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = content_key(90, "3.9.0")
+    assert re.fullmatch("[0-9a-f]{64}", key)
+    assert key == content_key(90, "3.9.0")
+    assert len({key, content_key(90, "3.9.1"), content_key(89, "3.9.0")}) == 3
+    monkeypatch.setattr(compiling, "specs", lambda sm: specs(sm)[1:])
+    shorter = content_key(90, "3.9.0")
+    monkeypatch.setattr(compiling, "specs", specs)
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#")
+    assert len({key, shorter, content_key(90, "3.9.0")}) == 3
