@@ -1,5 +1,5 @@
-"""The interpreter backend: a plan's regions run on CPU buffers by the very kernels that a pack holds,
-in Triton's interpreter. Slow (a millisecond or more per block): for verification and tests.
+"""The interpreter backend: a plan's regions run on CPU buffers by the very kernels that a pack
+holds, in Triton's interpreter. Slow (a millisecond or more per block): for verification and tests.
 
 Differences from a GPU: products are exact in fp32 (TF32 operands are not rounded), blocks run one
 after another, and shared-memory pipelining is not simulated.
@@ -33,8 +33,8 @@ def _torch() -> Any:
         import triton  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            f"the interpreter backend needs Triton and PyTorch (its CPU build will do), and {error.name} "
-            "is not installed: pip install 'moonpoly-ort[tune]' torch"
+            "the interpreter backend needs Triton and PyTorch (its CPU build will do), and "
+            f"{error.name} is not installed: pip install 'moonpoly-ort[tune]' torch"
         ) from error
     return torch
 
@@ -66,7 +66,9 @@ class _Matrices:
 
 def _elements(torch: Any, address: int, dtype: Dtype, count: int) -> Any:
     """`count` elements of host memory as a tensor, without a copy."""
-    element = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}[dtype]
+    element = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}[
+        dtype
+    ]
     if count == 0:
         return torch.empty(0, dtype=element)
     buffer = (ctypes.c_char * (count * dtype.bytes)).from_address(address)
@@ -74,7 +76,13 @@ def _elements(torch: Any, address: int, dtype: Dtype, count: int) -> Any:
 
 
 def run_plan(
-    specs: Sequence[KernelSpec] | Mapping[int, KernelSpec], problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int
+    specs: Sequence[KernelSpec] | Mapping[int, KernelSpec],
+    problem: Problem,
+    plan: Plan,
+    a: int,
+    b: int,
+    bias: int | None,
+    y: int,
 ) -> None:
     """Computes a planned problem on host memory.
 
@@ -130,12 +138,14 @@ def _run_region(
     b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
     values: dict[Param, Any] = {
         Param.PTR_A: operands["a"].storage, Param.PTR_B: operands["b"].storage,
-        Param.PTR_Y: operands["y"].storage, Param.PTR_BIAS: _elements(torch, bias or 0, spec.dtype, bias_count),
+        Param.PTR_Y: operands["y"].storage,
+        Param.PTR_BIAS: _elements(torch, bias or 0, spec.dtype, bias_count),
         Param.PTR_WORKSPACE: workspace, Param.PTR_COUNTERS: counters,
         Param.M: r.m, Param.N: r.n, Param.K: p.k, Param.SPLIT: r.split,
-        Param.A_DIV: p.a_div, Param.A_MOD: p.a_mod, Param.B_DIV: p.b_div, Param.B_MOD: p.b_mod, Param.Z0: r.z0,
-        Param.LDA: p.lda, Param.LDB: p.ldb, Param.LDC: p.ldc,
-        Param.A_BATCH: p.a_batch_stride, Param.B_BATCH: p.b_batch_stride, Param.C_BATCH: p.c_batch_stride,
+        Param.A_DIV: p.a_div, Param.A_MOD: p.a_mod, Param.B_DIV: p.b_div, Param.B_MOD: p.b_mod,
+        Param.Z0: r.z0, Param.LDA: p.lda, Param.LDB: p.ldb, Param.LDC: p.ldc,
+        Param.A_BATCH: p.a_batch_stride, Param.B_BATCH: p.b_batch_stride,
+        Param.C_BATCH: p.c_batch_stride,
         Param.BIAS_M: p.bias_stride_m, Param.BIAS_N: p.bias_stride_n,
         Param.ALPHA: p.alpha, Param.BETA: p.beta if bias_count else 0.0,
     }  # fmt: skip
@@ -150,9 +160,7 @@ def _run_region(
     )
 
 
-def run(
-    pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int
-) -> None:
+def run(pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
     """`run_plan` for a plan made from an open pack or catalog."""
     records = pack.kernels
     used = {r.kernel: records[r.kernel] for r in plan.regions}

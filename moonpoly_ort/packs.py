@@ -1,7 +1,7 @@
 """Kernel packs on this machine: where they are looked for, whether they are current, building them.
 
-    path = packs.ensure_pack(90)      # finds sm_90.mpk, or builds it into the cache
-    path = packs.catalog(90)          # the kernel list without code: plans, no GPU, no Triton
+path = packs.ensure_pack(90)      # finds sm_90.mpk, or builds it into the cache
+path = packs.catalog(90)          # the kernel list without code: plans, no GPU, no Triton
 """
 
 from __future__ import annotations
@@ -85,11 +85,12 @@ def _is_current(path: Path, sm: int) -> bool:
 
 
 def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | None:
-    """The pack for an architecture (90 for sm_90): `path`, else $MOONPOLY_PACK, else a current one beside the
-    library or in the cache, else None.
+    """The pack for an architecture (90 for sm_90): `path`, else $MOONPOLY_PACK, else a current one
+    beside the library or in the cache, else None.
 
-    A pack that the caller or the environment names is taken whatever kernel sources it was built from, but
-    raises PackError where it is missing, corrupt or for another architecture. DeviceError: unsupported `sm`.
+    A pack that the caller or the environment names is taken whatever kernel sources it was built
+    from, but raises PackError where it is missing, corrupt or for another architecture.
+    DeviceError: unsupported `sm`.
     """
     places = _places(sm)
     named = path or os.environ.get("MOONPOLY_PACK")
@@ -103,11 +104,13 @@ def build_pack(
     sm: int, output: str | os.PathLike[str], *, tables: Sequence[CostTable] = (),
     progress: Progress | None = None,
 ) -> Path:  # fmt: skip
-    """Compiles all kernels of an architecture (90 for sm_90) into one file, written aside and renamed.
+    """Compiles all kernels of an architecture (90 for sm_90) into one file, written aside and
+    renamed.
 
-    `tables` are measured costs, one row per kernel in the order of `specs(sm)`. `progress` is called with
-    (kernels done, kernels in all, name). No GPU is needed. Raises DeviceError (unsupported `sm`),
-    MissingDependencyError (no Triton), PackError (a kernel does not compile, `output` cannot be written).
+    `tables` are measured costs, one row per kernel in the order of `specs(sm)`. `progress` is
+    called with (kernels done, kernels in all, name). No GPU is needed. Raises DeviceError
+    (unsupported `sm`), MissingDependencyError (no Triton), PackError (a kernel does not compile,
+    `output` cannot be written).
     """
     pack_name(sm)
     triton = compiling.triton_version()
@@ -130,8 +133,9 @@ def ensure_pack(
 ) -> Path:  # fmt: skip
     """`find_pack`, and where there is none, a pack built into the cache (minutes, with `progress`).
 
-    Where another process is building the same pack, waits for it. With `build=False`, or MOONPOLY_NO_BUILD=1
-    in the environment, a missing pack is a PackError that says where it was looked for.
+    Where another process is building the same pack, waits for it. With `build=False`, or
+    MOONPOLY_NO_BUILD=1 in the environment, a missing pack is a PackError that says where it was
+    looked for.
     """
     found = find_pack(sm, path)
     if found is not None:
@@ -141,8 +145,8 @@ def ensure_pack(
         reason = "MOONPOLY_NO_BUILD is set" if build else "the caller forbids building"
         searched = ", ".join(map(str, _places(sm)))
         raise PackError(
-            f"no current kernel pack for sm_{sm}, and {reason}. Looked for: $MOONPOLY_PACK (not set), {searched}. "
-            f"Build one with `moonpoly pack --arch sm_{sm}`."
+            f"no current kernel pack for sm_{sm}, and {reason}. Looked for: $MOONPOLY_PACK (not "
+            f"set), {searched}. Build one with `moonpoly pack --arch sm_{sm}`."
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,15 +155,16 @@ def ensure_pack(
                 build_pack(sm, target, progress=progress)
     except OSError as error:
         raise PackError(
-            f"cannot write the pack cache {target.parent}: {error.strerror}. Set XDG_CACHE_HOME to a writable "
-            "folder, or name a pack in MOONPOLY_PACK."
+            f"cannot write the pack cache {target.parent}: {error.strerror}. Set XDG_CACHE_HOME to "
+            "a writable folder, or name a pack in MOONPOLY_PACK."
         ) from error
     return target
 
 
 def catalog(sm: int) -> Path:
-    """A pack without code for an architecture: the kernel list with estimated resources, for plans on a machine
-    with neither Triton nor a built pack. Written in milliseconds, to the cache or else the temporary folder.
+    """A pack without code for an architecture: the kernel list with estimated resources, for plans
+    on a machine with neither Triton nor a built pack. Written in milliseconds, to the cache or
+    else the temporary folder.
     """
     file_name = pack_name(sm).replace(".mpk", ".catalog.mpk")
     kernels = compiling.catalog_kernels(sm)

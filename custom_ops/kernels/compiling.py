@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the kernel list. Needs Triton and its ptxas; no GPU, no torch.
 
-Triton names the target sm_90a, sm_100a, sm_120a where wgmma, tcgen05 and their kin need it, so a pack for
-sm_90 and up runs on exactly that compute capability, never on a later one.
+Triton names the target sm_90a, sm_100a, sm_120a where wgmma, tcgen05 and their kin need it, so a
+pack for sm_90 and up runs on exactly that compute capability, never on a later one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def triton_version() -> str:
-    """The version of the installed Triton. Raises MissingDependencyError if it is absent or of another minor."""
+    """The installed Triton's version. Raises MissingDependencyError if it is absent or another."""
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError as error:
@@ -64,7 +64,7 @@ def triton_version() -> str:
 
 
 def content_key(sm: int, triton: str) -> str:
-    """The SHA-256, in hex, of all that a pack's code depends on: kernel sources, specs, Triton version."""
+    """The SHA-256 in hex of what a pack depends on: kernel sources, specs, Triton's version."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for source in SOURCES:
@@ -99,9 +99,10 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
 
 
 def _rounded(spec: KernelSpec, sm: int) -> str:
-    """The factors that a TF32 kernel rounds itself: those that reach the tensor core through registers,
-    and were not rounded by a tensor map."""
-    if spec.dtype is not Dtype.F32 or spec.precision is Precision.IEEE or sm == 100:
+    """The factors that a TF32 kernel rounds itself: those that reach the tensor core through
+    registers, and were not rounded by a tensor map.
+    """
+    if spec.dtype is not Dtype.F32 or spec.precision is Precision.IEEE:
         return "none"
     if is_wide(spec, sm):
         return "none" if left_is_k_major(spec) else "left"
@@ -128,8 +129,8 @@ def _divisors(spec: KernelSpec) -> dict[str, int]:
 def _resources(cubin: bytes) -> tuple[int, int]:
     """(registers per thread, bytes of local memory per thread) from the ELF's .nv.info section.
 
-    Its records are: format byte, attribute byte, 16-bit size or value; format 4 is followed by `size` bytes,
-    here a symbol index and a value.
+    Its records are: format byte, attribute byte, 16-bit size or value; format 4 is followed by
+    `size` bytes, here a symbol index and a value.
     """
     shoff, = struct.unpack_from("<Q", cubin, 0x28)  # fmt: skip
     entry_bytes, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
@@ -153,25 +154,30 @@ def _resources(cubin: bytes) -> tuple[int, int]:
                 frame = value
             offset += size
     if registers is None or frame is None:
-        raise PackError("the compiled kernel names no register count or frame size: unknown cubin format")
+        raise PackError(
+            "the compiled kernel names no register count or frame size: unknown cubin format"
+        )
     return registers, frame
 
 
 @contextmanager
 def _knobs() -> Iterator[None]:
-    """Triton's process-wide switches as a build needs them, until the last of the threads inside has left."""
+    """Triton's switches as a build needs them, until the last of the threads inside has left."""
     import triton
 
     global _builds, _scope
     with _LOCK:
         if _builds == 0:
             if triton.knobs.runtime.interpret:  # then its own library is interpreted, too
-                raise PackError("kernels cannot be compiled while TRITON_INTERPRET is set: unset it")
+                raise PackError(
+                    "kernels cannot be compiled while TRITON_INTERPRET is set: unset it"
+                )
             loading.TRITON.acquire()
             _scope = ExitStack()
             _scope.callback(loading.TRITON.release)
             _scope.enter_context(triton.knobs.compilation.scope())
-            triton.knobs.compilation.disable_line_info = True  # paths of this machine, a third of the bytes
+            # Line information would bring paths of this machine, and a third of the bytes.
+            triton.knobs.compilation.disable_line_info = True
             triton.knobs.compilation.store_binary_only = True
         _builds += 1
     try:
@@ -186,7 +192,8 @@ def _knobs() -> Iterator[None]:
 def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     """Compiles one kernel for an architecture (90 for sm_90), through Triton's on-disk cache.
 
-    Raises PackError for an illegal spec or a failing compiler, MissingDependencyError without Triton.
+    Raises PackError for an illegal spec or a failing compiler, MissingDependencyError without
+    Triton.
     """
     reason = why_illegal(spec, sm)
     if reason is not None:
@@ -210,7 +217,11 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
             compiled = triton.compile(
                 source,
                 target=GPUTarget("cuda", sm, 32),
-                options={"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True},
+                options={
+                    "num_warps": spec.warps,
+                    "num_stages": spec.stages,
+                    "enable_fp_fusion": True,
+                },
             )
         except OSError as error:
             raise PackError(
@@ -228,17 +239,29 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
         Descriptor(tuple(d["block_size"]), d["swizzle"]) for d in metadata.tensordesc_meta or ()
     )
     return PackedKernel(
-        spec, metadata.name, cubin, metadata.shared, registers, launch_params(spec.family), descriptors, frame
+        spec,
+        metadata.name,
+        cubin,
+        metadata.shared,
+        registers,
+        launch_params(spec.family),
+        descriptors,
+        frame,
     )
 
 
 def compile_specs(
-    wanted: Sequence[KernelSpec], sm: int, *, workers: int | None = None, progress: Progress | None = None
+    wanted: Sequence[KernelSpec],
+    sm: int,
+    *,
+    workers: int | None = None,
+    progress: Progress | None = None,
 ) -> list[PackedKernel]:
-    """Compiles kernels in parallel, `workers` at a time (default: one per usable CPU), in the order given.
+    """Compiles kernels in parallel, `workers` at a time (default: one per usable CPU), in the
+    order given.
 
-    Threads suffice: Triton releases the GIL in LLVM and runs ptxas as a process. Raises what `compile_spec`
-    raises, at the first failure.
+    Threads suffice: Triton releases the GIL in LLVM and runs ptxas as a process. Raises what
+    `compile_spec` raises, at the first failure.
     """
     triton_version()
     workers = workers or len(os.sched_getaffinity(0))

@@ -1,9 +1,9 @@
 """GEMM through masked loads: any alignment, every architecture.
 
-The masks keep every access inside the matrices. Rows beyond M and columns beyond N matter to no stored
-element, so along the strided dimension they are clamped to the last valid one instead of masked (one
-compare fewer per element); along the contiguous dimension they are masked, which keeps loads wide. K tails
-are masked in both operands: 0 * NaN would leak.
+The masks keep every access inside the matrices. Rows beyond M and columns beyond N matter to no
+stored element, so along the strided dimension they are clamped to the last valid one instead of
+masked (one compare fewer per element); along the contiguous dimension they are masked, which keeps
+loads wide. K tails are masked in both operands: 0 * NaN would leak.
 """
 
 import triton
@@ -13,11 +13,13 @@ from .tiles import epilogue, locate, multiply, slice_of, sum_slices
 
 
 @triton.jit
-def gemm_pointer(a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
-                 lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
-                 BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-                 TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
-                 BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
+def gemm_pointer(
+    a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
+    lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
+    BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
     a += (z // a_div % a_mod).to(tl.int64) * a_batch
@@ -29,7 +31,8 @@ def gemm_pointer(a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mo
     offs_k = tl.arange(0, BK)
     first, last = slice_of(K, part, split, BK, SPLIT_K)
     k = first * BK
-    # Row offsets are 64-bit: M * lda may exceed 2^31. `*_in` is the mask of the dimension that is not K.
+    # Row offsets are 64-bit: M * lda may exceed 2^31. `*_in` is the mask of the dimension that is
+    # not K.
     if TRANS_A:
         a_tile = a + (k + offs_k).to(tl.int64)[None, :] * lda + offs_m[:, None]
         a_step = BK * lda
@@ -62,6 +65,10 @@ def gemm_pointer(a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mo
     if SPLIT_K:
         mine, acc = sum_slices(acc, workspace, counters, slot, part, split, ROWS, COLS)
     if mine:
-        tile = epilogue(acc, bias, offs_m, offs_n, M, N, bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX)
+        tile = epilogue(
+            acc, bias, offs_m, offs_n, M, N,
+            bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX,
+        )  # fmt: skip
         y_tile = y + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
-        tl.store(y_tile, tile.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :])
+        inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)

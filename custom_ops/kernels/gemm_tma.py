@@ -1,8 +1,9 @@
 """GEMM whose operands and result go through TMA tensor maps (sm_90 and up, 16-byte aligned rows).
 
-The maps have rank 3 (batch, rows, columns) and describe the matrices as they are stored: out-of-range
-rows and columns load as zeros and are not stored, so no mask is needed and a K tail never reads the next
-batch entry. Small M is served by SWAP, which puts the columns of B on the 64-wide side of wgmma.
+The maps have rank 3 (batch, rows, columns) and describe the matrices as they are stored:
+out-of-range rows and columns load as zeros and are not stored, so no mask is needed and a K tail
+never reads the next batch entry. Small M is served by SWAP, which puts the columns of B on the
+64-wide side of wgmma.
 """
 
 import triton
@@ -12,11 +13,13 @@ from .tiles import epilogue, locate, multiply, slice_of, sum_slices
 
 
 @triton.jit
-def gemm_tma(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
-             bias_stride_m, bias_stride_n, alpha, beta,
-             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-             TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
-             BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):  # fmt: skip
+def gemm_tma(
+    a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod,
+    z0, bias_stride_m, bias_stride_n, alpha, beta,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
+    BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
     a_z = z // a_div % a_mod
@@ -42,6 +45,8 @@ def gemm_tma(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, 
     if SPLIT_K:
         mine, acc = sum_slices(acc, workspace, counters, slot, part, split, ROWS, COLS)
     if mine:
-        tile = epilogue(acc, bias, m + tl.arange(0, BM), n + tl.arange(0, BN), M, N, bias_stride_m, bias_stride_n,
-                       alpha, beta, SWAP, BIAS_MATRIX)  # fmt: skip
+        tile = epilogue(
+            acc, bias, m + tl.arange(0, BM), n + tl.arange(0, BN), M, N,
+            bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX,
+        )  # fmt: skip
         y_desc.store([z, m, n], tile.to(y_desc.dtype).reshape(1, BM, BN))

@@ -1,7 +1,8 @@
 """Imports the kernel sources, compiled or interpreted.
 
-Whether `triton.jit` compiles or interprets is decided when a kernel module is imported. So that one process
-can do both, the sources are imported once per mode, under two package names, whatever TRITON_INTERPRET says.
+Whether `triton.jit` compiles or interprets is decided when a kernel module is imported. So that
+one process can do both, the sources are imported once per mode, under two package names, whatever
+TRITON_INTERPRET says.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 from .spec import Family, KernelSpec
 
-# The interpreter replaces functions of `triton.language` while a kernel runs, so it and a compilation
-# exclude each other, and so do two interpretations.
+# The interpreter replaces functions of `triton.language` while a kernel runs, so it and a
+# compilation exclude each other, and so do two interpretations.
 TRITON = threading.Lock()
 _IMPORT = threading.Lock()
 
@@ -41,9 +42,10 @@ def kernel(family: Family, *, interpret: bool = False) -> Any:
 
 
 def constants(spec: KernelSpec, *, rounded: str = "none") -> dict[str, Any]:
-    """The compile-time arguments of a kernel. `rounded` names the TF32 factors that it rounds itself."""
+    """The compile-time arguments of a kernel; `rounded` names the TF32 factors it rounds itself."""
     return {
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
-        "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b, "SPLIT_K": spec.split_k, "SWAP": spec.swap,
-        "BIAS_MATRIX": spec.bias_matrix, "PRECISION": str(spec.precision), "ROUND": rounded,
+        "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b, "SPLIT_K": spec.split_k,
+        "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix, "PRECISION": str(spec.precision),
+        "ROUND": rounded,
     }  # fmt: skip

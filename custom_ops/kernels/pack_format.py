@@ -1,7 +1,8 @@
-"""Kernel packs as files: the structs of `custom_ops/runtime/moonpoly.h`, written and read with numpy.
+"""Kernel packs as files: the structs of `custom_ops/runtime/moonpoly.h`, written and read with
+numpy.
 
-A pack holds the cubins of one architecture, their launch metadata and cost tables. A catalog is a pack
-without cubins: it can plan, not launch.
+A pack holds the cubins of one architecture, their launch metadata and cost tables. A catalog is a
+pack without cubins: it can plan, not launch.
 """
 
 from __future__ import annotations
@@ -47,17 +48,18 @@ PRECISION_CODE = {Precision.TF32: 0, Precision.IEEE: 1}
 
 HEADER = np.dtype([
     ("magic", "S8"), ("version", "<u4"), ("sm", "<u4"), ("file_bytes", "<u8"), ("checksum", "<u8"),
-    ("kernel_count", "<u4"), ("param_count", "<u4"), ("table_count", "<u4"), ("header_bytes", "<u4"),
-    ("kernels_offset", "<i8"), ("params_offset", "<i8"), ("tables_offset", "<i8"), ("cubins_offset", "<i8"),
+    ("kernel_count", "<u4"), ("param_count", "<u4"), ("table_count", "<u4"),
+    ("header_bytes", "<u4"), ("kernels_offset", "<i8"), ("params_offset", "<i8"),
+    ("tables_offset", "<i8"), ("cubins_offset", "<i8"),
     ("key", "S64"), ("triton", "S32"),
 ])  # fmt: skip
 DESC_SHAPE = np.dtype([("box", "<i4", 3), ("swizzle", "<i4")])
 KERNEL = np.dtype([
     ("name", "S96"), ("entry", "S64"),
     *((field_name, "<i4") for field_name in (
-        "family", "dtype", "precision", "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages", "group_m",
-        "split_k", "swap", "bias_matrix", "align_a", "align_b", "align_c", "shared_bytes", "registers",
-        "param_offset", "param_count",
+        "family", "dtype", "precision", "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages",
+        "group_m", "split_k", "swap", "bias_matrix", "align_a", "align_b", "align_c",
+        "shared_bytes", "registers", "param_offset", "param_count",
     )),
     ("desc", DESC_SHAPE, 3), ("reserved", "<i4"), ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
 ])  # fmt: skip
@@ -65,14 +67,16 @@ COST = np.dtype([
     ("fixed_us", "<f4"), ("step_us", "<f4"), ("single_step_us", "<f4"), ("blocks_per_sm", "<f4"),
 ])  # fmt: skip
 TABLE = np.dtype([
-    ("gpu", "S64"), ("sm_count", "<i4"), ("reserved", "<i4"), ("bandwidth_gbps", "<f8"), ("launch_us", "<f8"),
+    ("gpu", "S64"), ("sm_count", "<i4"), ("reserved", "<i4"), ("bandwidth_gbps", "<f8"),
+    ("launch_us", "<f8"),
 ])  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Descriptor:
-    """The TMA box of one operand: elements (batch, rows, columns), and Triton's swizzle code (1 to 3: 32, 64,
-    128 bytes)."""
+    """The TMA box of one operand: elements (batch, rows, columns), and Triton's swizzle code: 1, 2
+    and 3 for 32, 64 and 128 bytes.
+    """
 
     box: tuple[int, int, int]
     swizzle: int
@@ -80,7 +84,9 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class PackedKernel:
-    """One kernel as a pack stores it. `cubin` is empty in a catalog, whose resources are estimates."""
+    """One kernel as a pack stores it. `cubin` is empty in a catalog, whose resources are
+    estimates.
+    """
 
     spec: KernelSpec
     entry: str
@@ -94,7 +100,9 @@ class PackedKernel:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Measured costs on one GPU: one row of `COST` per kernel, in pack order; a zero row is not measured."""
+    """Measured costs on one GPU: one row of `COST` per kernel, in pack order; a zero row is not
+    measured.
+    """
 
     gpu: str
     sm_count: int
@@ -122,8 +130,8 @@ class Pack:
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """The 64-bit checksum of `mp_pack_header`: over little-endian 64-bit words w[i], the last one padded with
-    zeros, the sum of (w[i] ^ (w[i] >> 32)) * (2 * i + 0x9E3779B97F4A7C15) modulo 2^64.
+    """The 64-bit checksum of `mp_pack_header`: over little-endian 64-bit words w[i], the last one
+    padded with zeros, the sum of (w[i] ^ (w[i] >> 32)) * (2 * i + 0x9E3779B97F4A7C15) modulo 2^64.
 
     Odd multipliers that differ per position: a changed word or two swapped ones change the sum.
     """
@@ -148,9 +156,16 @@ def _text(value: str, capacity: int, what: str) -> bytes:
 
 
 def encode(
-    sm: int, kernels: Sequence[PackedKernel], tables: Sequence[CostTable] = (), *, key: str, triton: str
+    sm: int,
+    kernels: Sequence[PackedKernel],
+    tables: Sequence[CostTable] = (),
+    *,
+    key: str,
+    triton: str,
 ) -> bytes:
-    """The bytes of a pack. Raises ValueError for names that do not fit or tables of another length."""
+    """The bytes of a pack. Raises ValueError for names that do not fit or tables of another
+    length.
+    """
     params_offset = HEADER.itemsize + len(kernels) * KERNEL.itemsize
     params = np.array([code for kernel in kernels for code in kernel.params], "<i4")
     tables_offset = _align(params_offset + params.nbytes, 8)
@@ -211,7 +226,7 @@ def encode(
         costs = np.asarray(table.costs, COST)
         if costs.shape != (len(kernels),):
             raise ValueError(
-                f"the table of {table.gpu} has {costs.size} costs; the pack has {len(kernels)} kernels"
+                f"the table of {table.gpu} has {costs.size} costs for {len(kernels)} kernels"
             )
         entry = np.zeros((), TABLE)
         entry["gpu"] = _text(table.gpu, 64, "GPU name")
@@ -230,7 +245,9 @@ def write_pack(
     path: str | os.PathLike[str], sm: int, kernels: Sequence[PackedKernel],
     tables: Sequence[CostTable] = (), *, key: str, triton: str,
 ) -> None:  # fmt: skip
-    """Writes a pack aside and renames it, so that `path` is at all times absent, the old pack or the new."""
+    """Writes a pack aside and renames it, so that `path` is at all times absent, the old pack or
+    the new.
+    """
     data = encode(sm, kernels, tables, key=key, triton=triton)
     target = Path(path)
     handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
@@ -247,7 +264,9 @@ def write_pack(
 
 
 def _fault(path: str | os.PathLike[str], what: str) -> PackError:
-    return PackError(f"{os.fspath(path)}: {what}. Delete the file or rebuild it with `moonpoly pack`.")
+    return PackError(
+        f"{os.fspath(path)}: {what}. Delete the file or rebuild it with `moonpoly pack`."
+    )
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[memoryview, Any]:
@@ -256,14 +275,18 @@ def _open(path: str | os.PathLike[str]) -> tuple[memoryview, Any]:
             size = os.fstat(file.fileno()).st_size
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
     except OSError as error:
-        raise PackError(f"cannot read the kernel pack {os.fspath(path)}: {error.strerror}") from error
+        raise PackError(
+            f"cannot read the kernel pack {os.fspath(path)}: {error.strerror}"
+        ) from error
     if size < HEADER.itemsize or bytes(data[:8]) != MAGIC:
         raise _fault(path, "is not a kernel pack")
     header = np.frombuffer(data, HEADER, 1)[0]
     if header["version"] != VERSION or header["header_bytes"] != HEADER.itemsize:
         raise _fault(path, f"pack version {header['version']}, while this release reads {VERSION}")
     if header["file_bytes"] != size:
-        raise _fault(path, f"has {size} bytes where its header says {header['file_bytes']}: truncated")
+        raise _fault(
+            path, f"has {size} bytes where its header says {header['file_bytes']}: truncated"
+        )
     return data, header
 
 
@@ -278,8 +301,9 @@ def _info(header: Any) -> PackInfo:
 
 
 def read_info(path: str | os.PathLike[str], *, verify: bool = True) -> PackInfo:
-    """A pack's identity. Raises PackError for a file that is missing, no pack, of another version, truncated
-    or, with `verify`, corrupt."""
+    """A pack's identity. Raises PackError for a file that is missing, no pack, of another version,
+    truncated or, with `verify`, corrupt.
+    """
     data, header = _open(path)
     if verify and checksum(data[HEADER.itemsize :]) != header["checksum"]:
         raise _fault(path, "the checksum does not match its content: corrupt")
@@ -294,11 +318,12 @@ def decode_spec(field_of: Callable[[str], Any]) -> KernelSpec:
             ("family", FAMILY_CODE), ("dtype", DTYPE_CODE), ("precision", PRECISION_CODE),
         )
     )  # fmt: skip
-    values = {f.name: f.type for f in fields(KernelSpec) if f.type in ("int", "bool")}
-    return KernelSpec(
-        family=family, dtype=dtype, precision=precision,
-        **{n: bool(field_of(n)) if kind == "bool" else int(field_of(n)) for n, kind in values.items()},
-    )  # fmt: skip
+    numbers: dict[str, Any] = {
+        f.name: bool(field_of(f.name)) if f.type == "bool" else int(field_of(f.name))
+        for f in fields(KernelSpec)
+        if f.type in ("int", "bool")
+    }
+    return KernelSpec(family=family, dtype=dtype, precision=precision, **numbers)
 
 
 def read_pack(path: str | os.PathLike[str]) -> Pack:
@@ -320,7 +345,9 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                 cubin=bytes(data[start : start + int(row["cubin_bytes"])]),
                 shared_bytes=int(row["shared_bytes"]),
                 registers=int(row["registers"]),
-                params=tuple(Param(int(p)) for p in params[first : first + int(row["param_count"])]),
+                params=tuple(
+                    Param(int(p)) for p in params[first : first + int(row["param_count"])]
+                ),
                 descriptors=tuple(
                     Descriptor(tuple(int(b) for b in d["box"]), int(d["swizzle"]))  # type: ignore[arg-type]
                     for d in row["desc"]

@@ -1,4 +1,6 @@
-"""The parameters of each kernel family, in order: what they mean to the launcher. Imports no Triton."""
+"""The parameters of each kernel family, in order: what they mean to the launcher. Imports no
+Triton.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,23 @@ from .spec import Family
 _COMMON = {
     "bias": Param.PTR_BIAS, "workspace": Param.PTR_WORKSPACE, "counters": Param.PTR_COUNTERS,
     "M": Param.M, "N": Param.N, "K": Param.K, "split": Param.SPLIT,
-    "a_div": Param.A_DIV, "a_mod": Param.A_MOD, "b_div": Param.B_DIV, "b_mod": Param.B_MOD, "z0": Param.Z0,
+    "a_div": Param.A_DIV, "a_mod": Param.A_MOD, "b_div": Param.B_DIV, "b_mod": Param.B_MOD,
+    "z0": Param.Z0,
+}  # fmt: skip
+_PITCHES = {
+    "lda": Param.LDA, "ldb": Param.LDB, "ldc": Param.LDC,
+    "a_batch": Param.A_BATCH, "b_batch": Param.B_BATCH, "c_batch": Param.C_BATCH,
 }  # fmt: skip
 _EPILOGUE = {
-    "bias_stride_m": Param.BIAS_M, "bias_stride_n": Param.BIAS_N, "alpha": Param.ALPHA, "beta": Param.BETA,
+    "bias_stride_m": Param.BIAS_M, "bias_stride_n": Param.BIAS_N,
+    "alpha": Param.ALPHA, "beta": Param.BETA,
 }  # fmt: skip
+_DESCRIPTORS = {"a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y_desc": Param.DESC_Y}
+_POINTERS = {"a": Param.PTR_A, "b": Param.PTR_B, "y": Param.PTR_Y}
 PARAMETERS: dict[Family, dict[str, Param]] = {
-    Family.GEMM_TMA: {
-        "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y_desc": Param.DESC_Y, **_COMMON, **_EPILOGUE,
-    },
-    Family.GEMM_POINTER: {
-        "a": Param.PTR_A, "b": Param.PTR_B, "y": Param.PTR_Y, **_COMMON,
-        "lda": Param.LDA, "ldb": Param.LDB, "ldc": Param.LDC,
-        "a_batch": Param.A_BATCH, "b_batch": Param.B_BATCH, "c_batch": Param.C_BATCH, **_EPILOGUE,
-    },
-}  # fmt: skip
+    Family.GEMM_TMA: {**_DESCRIPTORS, **_COMMON, **_EPILOGUE},
+    Family.GEMM_POINTER: {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
+}
 
 
 def launch_params(family: Family) -> tuple[Param, ...]:

@@ -1,5 +1,5 @@
-"""What a compiled micro-kernel is, as plain data: the one description that the builder, the planner's
-catalog, the interpreter and the tuner share. Imports neither Triton nor torch.
+"""What a compiled micro-kernel is, as plain data: the one description that the builder, the
+planner's catalog, the interpreter and the tuner share. Imports neither Triton nor torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SHARED_LIMIT = {
 class KernelSpec:
     """One micro-kernel. Tile sizes in elements; `align_*` in bytes (16, 8, 4 or 2).
 
-    An alignment is the least that the kernel accepts for an operand's base pointer, its row pitch, its batch
-    stride and the length of its rows (columns of the matrix as it is stored).
+    An alignment is the least that the kernel accepts for an operand's base pointer, its row pitch,
+    its batch stride and the length of its rows (columns of the matrix as it is stored).
     """
 
     family: Family
@@ -80,9 +80,11 @@ def name(spec: KernelSpec) -> str:
 
 
 def why_illegal(spec: KernelSpec, sm: int) -> str | None:
-    """Why the kernel cannot be compiled for an architecture, or None: the one legality predicate."""
+    """Why the kernel cannot be compiled for an architecture, or None: the legality predicate."""
     if sm not in SHARED_LIMIT:
-        return f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
+        return (
+            f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
+        )
     for field in ("bm", "bn", "bk"):
         size = getattr(spec, field)
         if size not in (16, 32, 64, 128, 256):
@@ -98,14 +100,16 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
     for field in ("align_a", "align_b", "align_c"):
         align = getattr(spec, field)
         if align not in (2, 4, 8, 16) or align < spec.dtype.bytes:
-            return f"{field} = {align}: powers of two from the {spec.dtype.bytes} bytes of {spec.dtype} to 16"
+            return f"{field} = {align}: powers of two from {spec.dtype.bytes} to 16 are accepted"
     if spec.family is Family.GEMM_TMA:
         if sm < 90:
             return f"tensor maps need sm_90, not sm_{sm}"
         if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
             return "tensor maps need rows aligned to 16 bytes"
     if spec.bm * spec.bn > 128 * 32 * spec.warps:
-        return f"a {spec.bm}x{spec.bn} accumulator over {spec.warps} warps takes more than 128 registers per thread"
+        return (
+            f"{spec.bm}x{spec.bn} sums take more than 128 registers a thread of {spec.warps} warps"
+        )
     shared, _ = estimated_resources(spec, sm)
     if shared > SHARED_LIMIT[sm]:
         return f"{shared} bytes of shared memory exceed the {SHARED_LIMIT[sm]} of sm_{sm}"
@@ -139,8 +143,9 @@ def accepts(
 
 
 def is_wide(spec: KernelSpec, sm: int) -> bool:
-    """Whether the product runs on wgmma or tcgen05, which read their operands from shared memory, and
-    not on mma.sync or the scalar units, which read registers."""
+    """Whether the product runs on wgmma or tcgen05, which read their operands from shared memory,
+    and not on mma.sync or the scalar units, which read registers.
+    """
     rows = spec.bn if spec.swap else spec.bm
     return sm in (90, 100) and spec.precision is Precision.TF32 and rows >= 64 and spec.warps >= 4
 
@@ -150,6 +155,10 @@ def left_is_k_major(spec: KernelSpec) -> bool:
     return spec.trans_b if spec.swap else not spec.trans_a
 
 
+def right_is_k_major(spec: KernelSpec) -> bool:
+    return not spec.trans_a if spec.swap else spec.trans_b
+
+
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     """(shared bytes per block, registers per thread), as the compiler will report them or near it.
 
@@ -157,18 +166,45 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     """
     e = spec.dtype.bytes
     wide = is_wide(spec, sm)
-    buffers = spec.stages if wide else max(spec.stages - 1, 1)
-    left = buffers - (wide and spec.dtype is Dtype.F32 and not left_is_k_major(spec))
-    a_buffers, b_buffers = (buffers, left) if spec.swap else (left, buffers)
-    loop = spec.bm * spec.bk * e * (a_buffers if _is_async(spec.align_a) else 1)
-    loop += spec.bk * spec.bn * e * (b_buffers if _is_async(spec.align_b) else 1)
-    if spec.family is Family.GEMM_TMA:
-        loop += 8 * buffers
+    left = (
+        (spec.align_b, spec.bk * spec.bn * e)
+        if spec.swap
+        else (spec.align_a, spec.bm * spec.bk * e)
+    )
+    right = (
+        (spec.align_a, spec.bm * spec.bk * e)
+        if spec.swap
+        else (spec.align_b, spec.bk * spec.bn * e)
+    )
+    loop = 0
+    for (align, tile), k_major, is_left in (
+        (left, left_is_k_major(spec), True),
+        (right, right_is_k_major(spec), False),
+    ):
+        if not _is_async(align):
+            loop += tile * (2 if sm == 100 else 1)
+            continue
+        buffers = spec.stages if wide else max(spec.stages - 1, 1)
+        if wide and spec.dtype is Dtype.F32 and not k_major:
+            # The left factor leaves its buffer for registers early, the right one for a copy.
+            buffers += -1 if is_left else 2 if sm == 100 else 0
+        loop += tile * buffers
+        if spec.family is Family.GEMM_TMA:
+            loop += 8 * buffers  # barriers
     stored = spec.bm * spec.bn * (4 if spec.split_k and wide else e)
     if spec.dtype is Dtype.F32 and spec.family is Family.GEMM_POINTER and not wide:
         stored = 0  # in the layout of the accumulators
+    return max(loop, stored), _estimated_registers(spec)
+
+
+def _estimated_registers(spec: KernelSpec) -> int:
     accumulators = spec.bm * spec.bn // (32 * spec.warps)
-    return max(loop, stored), min(255, accumulators + 90)
+    if spec.family is Family.GEMM_TMA:
+        return accumulators + 32
+    addresses = (
+        (spec.bm + spec.bn) * spec.bk // (32 * spec.warps) // (min(spec.align_a, spec.align_b) // 2)
+    )
+    return min(255, accumulators + 48 + addresses)
 
 
 def _is_async(align: int) -> bool:
@@ -176,14 +212,16 @@ def _is_async(align: int) -> bool:
     return align >= 4
 
 
-# ---- the list -------------------------------------------------------------------------------------
+# ---- the list ------------------------------------------------------------------------------------
 MAX_STAGES = 6
 RESERVED_SHARED = 1 << 10  # taken from each block by the driver
 
 
 class Tile(NamedTuple):
-    """A tile for 2-byte elements, and how many such blocks shall share an SM: the pipeline gets as many stages
-    as the shared memory then allows. Kernels for f32 take half of `bk`, which is as many bytes."""
+    """A tile for 2-byte elements, and how many such blocks shall share an SM: the pipeline gets as
+    many stages as the shared memory then allows. Kernels for f32 take half of `bk`, which is as
+    many bytes.
+    """
 
     bm: int
     bn: int
@@ -194,7 +232,7 @@ class Tile(NamedTuple):
     swap: bool = False
 
 
-# wgmma and tcgen05 (sm_90, sm_100): 64 rows per instruction, operands in shared memory.
+# wgmma (sm_90): 64 rows per instruction, operands in shared memory.
 WIDE_MMA = (
     Tile(128, 256, 64, 8, 1, "ft"),
     Tile(256, 128, 64, 8, 1, ""),
@@ -215,6 +253,15 @@ WIDE_MMA = (
     Tile(32, 128, 128, 4, 1, "sf", swap=True),
     Tile(64, 128, 64, 4, 2, "s", swap=True),
 )
+# tcgen05 keeps the sums in tensor memory; these need more registers than there are to come back.
+TCGEN05_MMA = (Tile(128, 256, 64, 8, 1, "t"), *WIDE_MMA[2:])
+SPILLING = {
+    100: {
+        "gemm_pointer_f16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
+        "gemm_pointer_bf16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
+        "gemm_pointer_f32ieee_nt_64x128x16_w8_s6_a4b4c4",
+    }
+}
 # mma.sync (sm_80, 86, 89, 120): 16 rows per instruction, operands through registers.
 NARROW_MMA = (
     Tile(128, 256, 32, 8, 1, "ft"),
@@ -234,7 +281,8 @@ NARROW_MMA = (
     Tile(16, 128, 64, 4, 2, "sft"),
     Tile(16, 128, 128, 4, 1, "s"),
 )
-# Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for registers.
+# Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for
+# registers.
 UNALIGNED = (
     Tile(128, 128, 32, 8, 2, "f"),
     Tile(64, 64, 32, 4, 3, "sft"),
@@ -261,8 +309,10 @@ NN, NT, TN, TT = (Layout(a, b) for a in (False, True) for b in (False, True))
 
 
 def _classes(layout: Layout, element: int) -> list[tuple[int, int, int]]:
-    """The alignment classes (A, B, C) of the pointer family: everything at its least for any problem, and the
-    mixtures that odd sizes of contiguous tensors give. Odd N: B and C of NN, C of NT. Odd K: A of NN."""
+    """The alignment classes (A, B, C) of the pointer family: everything at its least for any
+    problem, and the mixtures that odd sizes of contiguous tensors give. Odd N: B and C of NN, C of
+    NT. Odd K: A of NN.
+    """
     least = (element, element, element)
     if layout == NN:
         mixed = [(16, 4, 4), (4, 16, 16)]
@@ -306,18 +356,18 @@ def _expand(tiles: Iterable[Tile], like: KernelSpec, sm: int) -> Iterator[Kernel
 
 
 def specs(sm: int) -> list[KernelSpec]:
-    """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is legal.
+    """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is
+    legal.
 
-    Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and precision
-    at the least alignment, with and without a matrix C. Raises ValueError for an unsupported architecture.
+    Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and
+    precision at the least alignment, with and without a matrix C. Raises ValueError for an
+    unsupported architecture.
     """
     if sm not in SHARED_LIMIT:
         known = ", ".join(f"sm_{s}" for s in SHARED_LIMIT)
         raise ValueError(f"sm_{sm} is not a supported architecture; supported are {known}")
-    wide = sm in (90, 100)
-    tiles, unaligned_tiles = (
-        (WIDE_MMA, WIDE_UNALIGNED) if wide else (NARROW_MMA, UNALIGNED)
-    )
+    tiles = {90: WIDE_MMA, 100: TCGEN05_MMA}.get(sm, NARROW_MMA)
+    unaligned_tiles = WIDE_UNALIGNED if sm in (90, 100) else UNALIGNED
     out: list[KernelSpec] = []
     for dtype, layout in product(Dtype, (NN, NT, TN, TT)):
         family = Family.GEMM_TMA if sm >= 90 else Family.GEMM_POINTER
@@ -336,7 +386,7 @@ def specs(sm: int) -> list[KernelSpec]:
                 out += _expand(IEEE, replace(spec, precision=Precision.IEEE), sm)
             spec = replace(least, precision=Precision.IEEE, bias_matrix=True)
             out += _expand(IEEE[2:3], spec, sm)
-    return [spec for spec in out if legal(spec, sm)]
+    return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 
 def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:

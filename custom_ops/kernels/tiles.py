@@ -1,15 +1,16 @@
-"""What every GEMM family shares on the device: which tile a block computes, the deterministic sum of
-K slices, and the epilogue.
+"""What every GEMM family shares on the device: which tile a block computes, the deterministic sum
+of K slices, and the epilogue.
 
 The module is imported twice: as itself for ahead-of-time compilation, and as a second copy under
-another package name with Triton's interpreter on (see `loading.py`). Functions of `triton.language` that
-are themselves `triton.jit` functions (`tl.zeros`, `tl.cdiv`) exist once only, compiled, so none is used.
+another package name with Triton's interpreter on (see `loading.py`). Functions of
+`triton.language` that are themselves `triton.jit` functions (`tl.zeros`, `tl.cdiv`) exist once
+only, compiled, so none is used.
 """
 
 import triton
 import triton.language as tl
 
-# The interpreter multiplies the bit patterns of bf16 instead of their values; widening first is exact.
+# The interpreter multiplies the bit patterns of bf16, not their values; widening first is exact.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -19,11 +20,14 @@ def ceil_div(x, y):
 
 
 @triton.jit
-def locate(M, N, split, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr):
+def locate(
+    M, N, split, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, SPLIT_K: tl.constexpr
+):
     """The block's work: (K slice, arrival slot, batch entry, first row, first column).
 
-    Blocks run K slice innermost, then tile, then batch entry. Tiles go column by column through groups of
-    GROUP_M tile rows, so that the blocks in flight share their rows of A and columns of B in L2.
+    Blocks run K slice innermost, then tile, then batch entry. Tiles go column by column through
+    groups of GROUP_M tile rows, so that the blocks in flight share their rows of A and columns of
+    B in L2.
     """
     block = tl.program_id(0)
     part = 0
@@ -64,8 +68,9 @@ def multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.c
     ROUND (TF32) names the factors, "left", "both" or "none", that pass through registers anyway.
     The tensor core truncates f32 to 10 mantissa bits, which shrinks a product by 7e-4 on average;
     scaled by 1 + 0.72 * 2^-11 first, a factor is right on average, values of 10 bits stay exact,
-    and NaN and Inf stay what they are. On wgmma it also makes the compiler feed the left factor from
-    registers, where it may be stored along either dimension; in shared memory TF32 must be K-major.
+    and NaN and Inf stay what they are. On wgmma it also makes the compiler feed the left factor
+    from registers, where it may be stored along either dimension; in shared memory TF32 must be
+    K-major.
     """
     if SWAP:
         left = tl.trans(b)
@@ -85,8 +90,9 @@ def multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.c
 
 @triton.jit
 def sum_slices(acc, workspace, counters, slot, part, split, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Stores this slice's partial tile and arrives; the last block to arrive reads all of them back in
-    slice order, so that the sum has the same bits whatever the order of arrival, and resets the counter.
+    """Stores this slice's partial tile and arrives; the last block to arrive reads all of them
+    back in slice order, so that the sum has the same bits whatever the order of arrival, and
+    resets the counter.
 
     Returns (is_last, sum). The sum is meaningful only in the last block.
     """
@@ -105,15 +111,22 @@ def sum_slices(acc, workspace, counters, slot, part, split, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def epilogue(acc, bias, offs_m, offs_n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
-             SWAP: tl.constexpr, BIAS_MATRIX: tl.constexpr):  # fmt: skip
-    """The tile of alpha * A @ B + beta * C in fp32, upright also for SWAP. Where beta is 0, C is not touched: it may be null.
+def epilogue(
+    acc, bias, offs_m, offs_n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
+    SWAP: tl.constexpr, BIAS_MATRIX: tl.constexpr,
+):  # fmt: skip
+    """The tile of alpha * A @ B + beta * C in fp32, upright also for SWAP. Where beta is 0, C is
+    not touched: it may be null.
 
-    A vector C varies along one dimension only, so one of the two loads below is masked off entirely.
+    A vector C varies along one dimension only, so one of the two loads below is masked off
+    entirely.
     """
     tile = (tl.trans(acc) if SWAP else acc) * alpha
     if BIAS_MATRIX:
-        offsets = offs_m.to(tl.int64)[:, None] * bias_stride_m + offs_n.to(tl.int64)[None, :] * bias_stride_n
+        offsets = (
+            offs_m.to(tl.int64)[:, None] * bias_stride_m
+            + offs_n.to(tl.int64)[None, :] * bias_stride_n
+        )
         inside = (offs_m < M)[:, None] & (offs_n < N)[None, :] & (beta != 0)
         tile += beta * tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
     else:

@@ -1,7 +1,9 @@
-"""Random GEMM problems on host memory, run through the interpreter backend and compared with float64.
+"""Random GEMM problems on host memory, run through the interpreter backend and compared with
+float64.
 
-Operands lie inside larger buffers full of NaN, so that a read of a neighbouring row, column or batch
-entry shows in the result; the result lies inside a buffer of a sentinel, so that a stray write shows.
+Operands lie inside larger buffers full of NaN, so that a read of a neighbouring row, column or
+batch entry shows in the result; the result lies inside a buffer of a sentinel, so that a stray
+write shows.
 """
 
 from __future__ import annotations
@@ -93,7 +95,12 @@ class Case:
         self.a = torch.randn(self.a_map[1], self.m, self.k).to(dtype)
         self.b = torch.randn(self.b_map[1], self.k, self.n).to(dtype)
         self.c: torch.Tensor | None = None
-        shape = {"scalar": (1, 1), "row": (1, self.n), "column": (self.m, 1), "matrix": (self.m, self.n)}
+        shape = {
+            "scalar": (1, 1),
+            "row": (1, self.n),
+            "column": (self.m, 1),
+            "matrix": (self.m, self.n),
+        }
         if self.bias != "none":
             self.c = torch.randn(shape[self.bias]).to(dtype)
         self.pointer = spec.family is Family.GEMM_POINTER
