@@ -133,8 +133,9 @@ def _resolve(
     if backend == "interpreter":
         from . import interpreter, packs
 
-        interpreter.install()
-        return Registration(backend, precision, os.fspath(pack or packs.catalog(INTERPRETED_SM)))
+        path = os.fspath(pack or packs.catalog(INTERPRETED_SM))
+        interpreter.install(path)
+        return Registration(backend, precision, path)
     try:
         return Registration("cuda", precision, _pack_for_device(pack, device_id))
     except MoonPolyError as error:
