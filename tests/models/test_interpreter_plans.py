@@ -234,7 +234,7 @@ def _cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(case=_cases(), gpu=st.sampled_from(GPUS))
 @example(case=Case(1, 1, 1), gpu="H200")
 @example(case=Case(3, 5, 0, bias="row", beta=2.0), gpu="H200")
@@ -246,7 +246,7 @@ def test_planned_problems_are_computed(case: Case, gpu: str) -> None:
     _check(setup, pack.plan(device, setup.problem), pack)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(case=_cases(), gpu=st.sampled_from(GPUS), data=st.data())
 def test_any_kernel_that_takes_a_problem_computes_it(
     case: Case, gpu: str, data: st.DataObject
