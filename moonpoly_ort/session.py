@@ -21,6 +21,7 @@ from . import dependencies, native
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
 
 if TYPE_CHECKING:
+    from .custom_ops.kernels.pack_format import PackInfo
     from .rewriting import Entry
 
 ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
@@ -43,12 +44,16 @@ class Registration:
     precision: str
     pack: str
 
+    def __str__(self) -> str:
+        return f"backend {self.backend}, precision {self.precision}, pack {self.pack}"
+
 
 # Options cannot be copied or unregistered, and registering twice fails inside ONNX Runtime, so that
 # the state of every options object is kept here for as long as it lives.
 _registered: weakref.WeakKeyDictionary[Any, Registration] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 _said: set[str] = set()
+_interpreted: PackInfo | None = None  # what the interpreter was installed with
 
 
 def _say_once(message: str) -> None:
@@ -95,9 +100,8 @@ def register(
     with _lock:
         if session_options in _registered:
             raise RegistrationError(
-                "the library is already registered on these SessionOptions, as "
-                f"{_registered[session_options]}. "
-                "Register once, or make new SessionOptions for other settings."
+                "the library is already registered on these SessionOptions, with "
+                f"{_registered[session_options]}. Register once, or make new SessionOptions."
             )
         _register(session_options, wanted)
     return True
@@ -109,8 +113,8 @@ def _register(options: Any, wanted: Registration) -> None:
         return
     if present is not None:
         raise RegistrationError(
-            f"the library is registered on these SessionOptions as {present}, "
-            f"and this session wants {wanted}. Make new ones: a registration cannot be changed."
+            f"the library is registered on these SessionOptions with {present}, and this session "
+            f"wants {wanted}. Make new SessionOptions: a registration cannot be changed."
         )
     options.add_session_config_entry("moonpoly.backend", wanted.backend)
     options.add_session_config_entry("moonpoly.precision", wanted.precision)
@@ -131,11 +135,7 @@ def _resolve(
     _check("backend", backend, ("auto", "cuda", "interpreter"))
     _check("precision", precision, ("tf32", "ieee"))
     if backend == "interpreter":
-        from . import interpreter, packs
-
-        path = os.fspath(pack or packs.catalog(INTERPRETED_SM))
-        interpreter.install(path)
-        return Registration(backend, precision, path)
+        return Registration(backend, precision, _pack_for_interpreter(pack))
     try:
         return Registration("cuda", precision, _pack_for_device(pack, device_id))
     except MoonPolyError as error:
@@ -143,6 +143,27 @@ def _resolve(
             raise
         _say_once(f"running on ONNX Runtime's own kernels: {error}")
         return None
+
+
+def _pack_for_interpreter(pack: str | os.PathLike[str] | None) -> str:
+    """The pack or catalog that the interpreter runs: one for all sessions of the process, since
+    plans name kernels by their place in it.
+    """
+    global _interpreted
+    from . import interpreter, packs
+    from .custom_ops.kernels.pack_format import read_info
+
+    path = os.fspath(pack or packs.catalog(INTERPRETED_SM))
+    info = read_info(path)
+    with _lock:
+        if _interpreted is not None and _interpreted != info:
+            raise RegistrationError(
+                f"the interpreter of this process runs a pack for sm_{_interpreted.sm} already, "
+                f"another than {path}. Use one pack per process."
+            )
+        interpreter.install(path)
+        _interpreted = info
+    return path
 
 
 def _check(what: str, value: str, accepted: tuple[str, ...]) -> None:

@@ -224,6 +224,11 @@ class TestInterpreter:
         session = ort.InferenceSession(tmp_path / "new.onnx", options, providers=CPU)
         assert close(result(session, x), expected(model, x))
 
+    def test_another_pack_in_the_same_process_is_an_error(self, model: Path) -> None:
+        InferenceSession(model, providers=CPU, backend="interpreter")
+        with pytest.raises(RegistrationError, match="one pack per process"):
+            InferenceSession(model, providers=CPU, backend="interpreter", pack=packs.catalog(80))
+
     def test_registered_by_hand_before_is_an_error(self, model: Path) -> None:
         options = ort.SessionOptions()
         options.add_session_config_entry("moonpoly.backend", "interpreter")
