@@ -30,7 +30,7 @@ enum OrtErrorCode : int { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2, ORT_EP_FAIL = 
 enum OrtMemType : int { OrtMemTypeDefault = 0 };
 enum OrtLoggingLevel : int { ORT_LOGGING_LEVEL_WARNING = 2 };
 enum OrtCharacteristic : int { INPUT_OUTPUT_REQUIRED = 0, INPUT_OUTPUT_OPTIONAL = 1 };
-enum OnnxType : int { ONNX_FLOAT = 1, ONNX_FLOAT16 = 10, ONNX_BFLOAT16 = 16 };
+enum OnnxType : int { ONNX_UNDEFINED = 0, ONNX_FLOAT = 1, ONNX_FLOAT16 = 10, ONNX_BFLOAT16 = 16 };
 
 struct OrtApiBase {
   const OrtApi* (*GetApi)(uint32_t version);
@@ -51,9 +51,9 @@ struct OrtApi {
   OrtStatus* (*GetTensorMutableData)(OrtValue* value, void** out);
   OrtFn unused_52[5];
   OrtStatus* (*CreateTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo** out);
-  OrtStatus* (*SetTensorElementType)(OrtTensorTypeAndShapeInfo* info, int32_t type);
+  OrtStatus* (*SetTensorElementType)(OrtTensorTypeAndShapeInfo* info, OnnxType type);
   OrtStatus* (*SetDimensions)(OrtTensorTypeAndShapeInfo* info, const int64_t* dims, size_t count);
-  OrtStatus* (*GetTensorElementType)(const OrtTensorTypeAndShapeInfo* info, int32_t* out);
+  OrtStatus* (*GetTensorElementType)(const OrtTensorTypeAndShapeInfo* info, OnnxType* out);
   OrtStatus* (*GetDimensionsCount)(const OrtTensorTypeAndShapeInfo* info, size_t* out);
   OrtStatus* (*GetDimensions)(const OrtTensorTypeAndShapeInfo* info, int64_t* dims, size_t count);
   OrtStatus* (*GetSymbolicDimensions)(const OrtTensorTypeAndShapeInfo* info, const char** names,

@@ -19,10 +19,15 @@ struct Dim {
 
 using Dims = std::vector<Dim>;
 
-// Empty where the rank is not known; a scalar looks the same and is no operand of MatMul.
-Dims input_dims(const Ort& ort, const OrtShapeInferContext* context, size_t index) {
+const OrtTensorTypeAndShapeInfo* input_info(const Ort& ort, const OrtShapeInferContext* context,
+                                            size_t index) {
   OrtTensorTypeAndShapeInfo* info = nullptr;  // stays the context's
   ort(ort->ShapeInferContext_GetInputTypeShape(context, index, &info));
+  return info;
+}
+
+// Empty where the rank is not known; a scalar looks the same and is no operand of MatMul.
+Dims input_dims(const Ort& ort, const OrtTensorTypeAndShapeInfo* info) {
   size_t rank = 0;
   ort(ort->GetDimensionsCount(info, &rank));
   std::vector<int64_t> values(rank);
@@ -68,22 +73,20 @@ std::optional<Dims> matmul_dims(const Dims& a, const Dims& b) {
 OrtStatus* infer_matmul_shape(const OrtApi* api, OrtShapeInferContext* context) {
   return guarded(api, [&] {
     const Ort ort(api);
-    const auto out = matmul_dims(input_dims(ort, context, 0), input_dims(ort, context, 1));
-    if (!out) return;
+    const auto* a = input_info(ort, context, 0);
+    const auto out = matmul_dims(input_dims(ort, a), input_dims(ort, input_info(ort, context, 1)));
+    OnnxType type = ONNX_UNDEFINED;
+    ort(ort->GetTensorElementType(a, &type));
+    if (!out || type == ONNX_UNDEFINED) return;
     std::vector<int64_t> values;
     std::vector<const char*> names;
     for (const Dim& dim : *out) {
       values.push_back(dim.value);
       names.push_back(dim.value >= 0 ? "" : dim.name);
     }
-    // ONNX Runtime takes the element type from here too, over the one that the op declares.
-    OrtTensorTypeAndShapeInfo* input = nullptr;  // stays the context's
-    ort(ort->ShapeInferContext_GetInputTypeShape(context, 0, &input));
-    int32_t element = 0;
-    ort(ort->GetTensorElementType(input, &element));
     OrtTensorTypeAndShapeInfo* info = nullptr;
     ort(ort->CreateTensorTypeAndShapeInfo(&info));
-    OrtStatus* status = ort->SetTensorElementType(info, element);
+    OrtStatus* status = ort->SetTensorElementType(info, type);
     if (!status) status = ort->SetDimensions(info, values.data(), values.size());
     if (!status) status = ort->SetSymbolicDimensions(info, names.data(), names.size());
     if (!status) status = ort->ShapeInferContext_SetOutputTypeShape(context, 0, info);

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from moonpoly_ort import devices, interpreter, native, packs
-from moonpoly_ort.custom_ops.kernels.pack_format import read_pack
-from moonpoly_ort.custom_ops.kernels.spec import KernelSpec
 from moonpoly_ort.errors import KernelMissingError, ProblemError
 from tests.corpus.comparing import Precision, bound, relative_error
 
@@ -34,18 +32,9 @@ TYPES = {
 GUARD = 64  # elements before and behind each operand that belong to somebody else
 
 
-@dataclass(frozen=True)
-class Catalog:
-    """The kernels of an architecture: to the planner, and to the interpreter."""
-
-    pack: native.Pack
-    specs: list[KernelSpec]
-
-
 @functools.cache
-def _catalog(sm: int) -> Catalog:
-    path = packs.catalog(sm)
-    return Catalog(native.Pack(path), [kernel.spec for kernel in read_pack(path).kernels])
+def _catalog(sm: int) -> native.Pack:
+    return native.Pack(packs.catalog(sm))
 
 
 @dataclass(frozen=True)
@@ -195,16 +184,16 @@ def _set_up(case: Case) -> Setup:
     return Setup(problem, a, b, y, bias, exact)
 
 
-def _run(setup: Setup, plan: native.Plan, specs: list[KernelSpec]) -> None:
+def _run(setup: Setup, plan: native.Plan, pack: native.Pack) -> None:
     bias = None if setup.bias is None else setup.bias.ctypes.data
     addresses = setup.a.address, setup.b.address, bias, setup.y.address
-    interpreter.run_plan(specs, setup.problem, plan, *addresses)
+    interpreter.run(pack, setup.problem, plan, *addresses)
 
 
-def _check(setup: Setup, plan: native.Plan, specs: list[KernelSpec]) -> None:
+def _check(setup: Setup, plan: native.Plan, pack: native.Pack) -> None:
     problem, y = setup.problem, setup.y
     before = y.buffer.copy()
-    _run(setup, plan, specs)
+    _run(setup, plan, pack)
     dtype = TYPES[native.Dtype(problem.dtype)]
     precision: Precision = "ieee" if problem.precision == native.Precision.IEEE else "tf32"
     written = np.ascontiguousarray(y.view)
@@ -245,7 +234,7 @@ def _cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(case=_cases(), gpu=st.sampled_from(GPUS))
 @example(case=Case(1, 1, 1), gpu="H200")
 @example(case=Case(3, 5, 0, bias="row", beta=2.0), gpu="H200")
@@ -253,32 +242,32 @@ def _cases(draw: st.DrawFn) -> Case:
 @example(case=Case(128, 128, 64, native.Dtype.F16), gpu="H200")
 def test_planned_problems_are_computed(case: Case, gpu: str) -> None:
     device = devices.lookup(gpu)
-    catalog, setup = _catalog(device.sm), _set_up(case)
-    _check(setup, catalog.pack.plan(device, setup.problem), catalog.specs)
+    pack, setup = _catalog(device.sm), _set_up(case)
+    _check(setup, pack.plan(device, setup.problem), pack)
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(case=_cases(), gpu=st.sampled_from(GPUS), data=st.data())
 def test_any_kernel_that_takes_a_problem_computes_it(
     case: Case, gpu: str, data: st.DataObject
 ) -> None:
     device = devices.lookup(gpu)
-    catalog, setup = _catalog(device.sm), _set_up(case)
+    pack, setup = _catalog(device.sm), _set_up(case)
     plans = []
-    for index in range(len(catalog.specs)):
+    for index in range(len(pack.kernels)):
         try:
-            plans.append(catalog.pack.plan(device, setup.problem, kernel=index))
+            plans.append(pack.plan(device, setup.problem, kernel=index))
         except (KernelMissingError, ProblemError):
             continue  # it does not take this problem
     assume(plans)
-    _check(setup, data.draw(st.sampled_from(plans)), catalog.specs)
+    _check(setup, data.draw(st.sampled_from(plans)), pack)
 
 
 @pytest.mark.parametrize("dtype", list(native.Dtype))
 @pytest.mark.parametrize("gpu", GPUS)
 def test_no_rows_no_columns_no_batch_launch_nothing(gpu: str, dtype: native.Dtype) -> None:
     device = devices.lookup(gpu)
-    pack = _catalog(device.sm).pack
+    pack = _catalog(device.sm)
     for case in (Case(0, 5, 3, dtype), Case(5, 0, 3, dtype), Case(5, 5, 3, dtype, batch=0)):
         plan = pack.plan(device, _set_up(case).problem)
         assert (plan.region_count, plan.workspace_bytes, plan.counters) == (0, 0, 0)
@@ -294,14 +283,14 @@ def test_no_rows_no_columns_no_batch_launch_nothing(gpu: str, dtype: native.Dtyp
 )
 def test_long_k_is_split_and_summed_the_same_way_every_time(gpu: str, case: Case) -> None:
     device = devices.lookup(gpu)
-    catalog = _catalog(device.sm)
+    pack = _catalog(device.sm)
     setups = [_set_up(case) for _ in range(2)]
-    plan = catalog.pack.plan(device, setups[0].problem)
+    plan = pack.plan(device, setups[0].problem)
     assert max(region.split for region in plan.regions) > 1
     for setup in setups:
-        _run(setup, plan, catalog.specs)
+        _run(setup, plan, pack)
     assert setups[0].y.view.tobytes() == setups[1].y.view.tobytes()
-    _check(_set_up(case), plan, catalog.specs)
+    _check(_set_up(case), plan, pack)
 
 
 @pytest.mark.parametrize(
@@ -315,19 +304,19 @@ def test_long_k_is_split_and_summed_the_same_way_every_time(gpu: str, case: Case
 def test_regions_are_problems_of_their_own(case: Case) -> None:
     """A plan cut by hand, in rows, columns and batch entries: together they make the whole."""
     device = devices.lookup("H200")
-    catalog, setup = _catalog(device.sm), _set_up(case)
+    pack, setup = _catalog(device.sm), _set_up(case)
     plan = native.Plan()
     for m0, m in _halves(case.m, 64):
         for n0, n in _halves(case.n, 64):
             for z0, z in _halves(case.batch, case.batch // 2):
                 part = native.Problem.from_buffer_copy(setup.problem)
                 part.m, part.n, part.batch = m, n, z
-                (region,) = catalog.pack.plan(device, part).regions
+                (region,) = pack.plan(device, part).regions
                 region.m0, region.n0, region.z0 = m0, n0, z0
                 plan._regions[plan.region_count] = region
                 plan.region_count += 1
     assert plan.region_count == 8
-    _check(setup, plan, catalog.specs)
+    _check(setup, plan, pack)
 
 
 def _halves(size: int, first: int) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus import wheels
+from tests.corpus.references import Float64Reference, outputs_of, plain_session
 
 from . import battery
 
@@ -46,3 +47,14 @@ def test_the_expected_nodes_are_taken(
 def test_results_stay_the_same_bits(model: wheels.WheelModel, rewritten: battery.Rewritten) -> None:
     battery.check_without_library(rewritten, list(model.feeds()))
     battery.check_session(rewritten, list(model.feeds()))
+
+
+@pytest.mark.parametrize("model", [m for m in wheels.ALL if EXPECTED[m.id][0]], ids=lambda m: m.id)
+def test_kernels_give_the_exact_values(model: wheels.WheelModel) -> None:
+    """Every product, those inside branches too. The interpreter rounds no operand to TF32, whose
+    kernels are fewer blocks and so quicker here: the accuracy is that of fp32.
+    """
+    path, feed = model.path(), next(iter(model.feeds()))
+    (got,) = battery.interpreted(path, [feed], "tf32")
+    plain = outputs_of(plain_session(path), feed)
+    battery.check_outputs(got, Float64Reference(path)(feed), plain, 1e-5)
