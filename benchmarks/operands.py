@@ -158,10 +158,9 @@ class Stack:
         inside = bits.as_strided(self.view.shape, self.view.stride(), self.start)
         return int((inside == PATTERNS[dtype]).sum())
 
-    def rounded_to_tf32(self) -> Stack:
-        """A copy with its values rounded to 10 bits of mantissa, to nearest."""
-        bits = (self.storage.view(torch.int32) + 0x1000) & ~0x1FFF
-        storage = torch.where(self.storage.isfinite(), bits.view(torch.float32), self.storage)
+    def magnitudes(self) -> Stack:
+        """A copy that holds absolute values."""
+        storage = self.storage.abs()
         view = storage.as_strided(self.view.shape, self.view.stride(), self.start)
         return replace(self, storage=storage, view=view)
 
@@ -233,14 +232,16 @@ class Operands:
     def limit(self, reference: torch.Tensor) -> float:
         """The largest relative error that Y may have against its `reference`.
 
-        TF32 rounds the operands before it multiplies. Over a few outputs whose sums happen to
-        cancel, that alone may exceed any fixed share of them: there, twice what it makes counts.
+        TF32 keeps 10 bits of each operand's mantissa, so a product may be off by 2^-10 |A| |B|
+        however it is computed. Over a few outputs whose sums happen to cancel that exceeds any
+        fixed share of the outputs: there, it is the bound.
         """
         p = self.product
         if p.dtype != "f32" or p.precision != "tf32" or reference.numel() > 64:
             return p.limit
-        rounded = replace(self, a=self.a.rounded_to_tf32(), b=self.b.rounded_to_tf32())
-        return max(p.limit, 2 * relative_error(rounded.reference(), reference))
+        magnitudes = replace(self, a=self.a.magnitudes(), b=self.b.magnitudes(), c=None).reference()
+        scale = float(reference.nan_to_num(0, 0, 0).norm())
+        return max(p.limit, 2**-10 * float(magnitudes.nan_to_num(0, 0, 0).norm()) / scale)
 
 
 def _fields(p: Product, a: Stack, b: Stack, y: Stack, c: Stack | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import onnxruntime as ort
 import torch
 
 import moonpoly_ort
+from moonpoly_ort.session import Precision
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
@@ -79,6 +80,7 @@ def our_session(
     model: bytes | Path,
     provider: Provider,
     options: ort.SessionOptions | None = None,
+    precision: Precision = "tf32",
     **provider_options: str,
 ) -> ort.InferenceSession:
     """`moonpoly_ort.InferenceSession`: the model is rewritten, and on CUDA the library registered.
@@ -89,7 +91,7 @@ def our_session(
     source = str(model) if isinstance(model, Path) else model
     return moonpoly_ort.InferenceSession(
         source, options or session_options(), providers=provider.listed(**provider_options),
-        backend="cuda" if provider.is_cuda else "auto", pack=provider.pack,
+        backend="cuda" if provider.is_cuda else "auto", precision=precision, pack=provider.pack,
     )  # fmt: skip
 
 
