@@ -287,6 +287,7 @@ def _library() -> ctypes.CDLL:
             "rebuild it with `pip install .`"
         )
     pointer = ctypes.POINTER
+    shape = pointer(c_int64)
     signatures: dict[str, tuple[object, list[object]]] = {
         "mp_last_error": (ctypes.c_char_p, []),
         "mp_struct_size": (c_int32, [ctypes.c_char_p]),
@@ -308,12 +309,14 @@ def _library() -> ctypes.CDLL:
         "mp_get_stats": (None, [pointer(Stats)]),
         "mp_matmul_problem": (
             c_int32,
-            [c_int32, c_int32, *[c_int32, pointer(c_int64)] * 2, pointer(Problem), pointer(c_int64)],
+            [c_int32, c_int32, *[c_int32, shape] * 2, pointer(Problem), shape],
         ),
         "mp_gemm_problem": (
             c_int32,
-            [c_int32, c_int32, pointer(c_int64), pointer(c_int64), c_int32, pointer(c_int64)]
-            + [c_int32, c_int32, c_float, c_float, pointer(Problem)],
+            [
+                *[c_int32, c_int32, shape, shape, c_int32, shape, c_int32, c_int32],
+                *[c_float, c_float, pointer(Problem)],
+            ],
         ),
     }
     for name, (result, arguments) in signatures.items():
@@ -486,7 +489,7 @@ def _dims(shape: Sequence[int]) -> ctypes.Array[c_int64]:
 def matmul_problem(
     a: Sequence[int], b: Sequence[int], dtype: Dtype, precision: Precision = Precision.TF32
 ) -> tuple[Problem, int]:
-    """The problem that ONNX MatMul amounts to at the shapes `a` and `b`, and how often it is launched.
+    """The problem that ONNX MatMul is at the shapes `a` and `b`, and how often it is launched.
 
     Buffers are taken to start 16-byte aligned. Raises `ProblemError` for shapes that do not fit.
     """

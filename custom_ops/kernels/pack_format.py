@@ -10,11 +10,11 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ import numpy.typing as npt
 from moonpoly_ort.errors import PackError
 
 from .spec import Dtype, Family, KernelSpec, Precision, name
+
+Code = TypeVar("Code")
 
 MAGIC = b"MOONPACK"
 VERSION = 1
@@ -311,18 +313,21 @@ def read_info(path: str | os.PathLike[str], *, verify: bool = True) -> PackInfo:
 
 def decode_spec(field_of: Callable[[str], Any]) -> KernelSpec:
     """The spec behind an `mp_kernel`, whose fields `field_of` gives by name."""
-    family, dtype, precision = (
-        next(value for value, code in codes.items() if code == int(field_of(kind)))
-        for kind, codes in (
-            ("family", FAMILY_CODE), ("dtype", DTYPE_CODE), ("precision", PRECISION_CODE),
-        )
-    )  # fmt: skip
     numbers: dict[str, Any] = {
         f.name: bool(field_of(f.name)) if f.type == "bool" else int(field_of(f.name))
         for f in fields(KernelSpec)
         if f.type in ("int", "bool")
     }
-    return KernelSpec(family=family, dtype=dtype, precision=precision, **numbers)
+    return KernelSpec(
+        family=_decoded(FAMILY_CODE, field_of("family")),
+        dtype=_decoded(DTYPE_CODE, field_of("dtype")),
+        precision=_decoded(PRECISION_CODE, field_of("precision")),
+        **numbers,
+    )
+
+
+def _decoded(codes: Mapping[Code, int], code: object) -> Code:
+    return next(value for value, known in codes.items() if known == code)
 
 
 def read_tables(path: str | os.PathLike[str]) -> list[CostTable]:

@@ -107,8 +107,8 @@ void check_problem(const mp_problem& p) {
   }
   if (p.bias == MP_BIAS_VECTOR && (((p.bias_stride_m | p.bias_stride_n) & ~int64_t{1}) ||
                                    (p.bias_stride_m & p.bias_stride_n))) {
-    fail(MP_INVALID, "a vector bias has strides 0 and 0, 0 and 1, or 1 and 0, got ", p.bias_stride_m, " and ",
-         p.bias_stride_n);
+    fail(MP_INVALID, "a vector bias has strides 0 and 0, 0 and 1, or 1 and 0, got ",
+         p.bias_stride_m, " and ", p.bias_stride_n);
   }
 }
 

@@ -233,7 +233,7 @@ def test_bf16_between_casts(catalog_path: Path) -> None:
 
 @pytest.mark.parametrize("element", [TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT])
 def test_types_pass_from_node_to_node(catalog_path: Path, element: int) -> None:
-    """Where shapes are known, the inferred type of one product is the declared input of the next."""
+    """With known shapes, the inferred type of one product is the declared input of the next."""
     graph = helper.make_graph(
         [
             helper.make_node("Cast", ["x0"], ["a"], to=element),

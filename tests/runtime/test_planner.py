@@ -131,7 +131,7 @@ def test_batch_is_cut_where_a_grid_would_overflow(catalog: native.Pack) -> None:
         ({"a_mod": 0}, r"a = \(1, 0\)"),
         ({"align_a": 6}, "alignment of 6 bytes"),
         ({"bias": 5}, "bias code 5"),
-        ({"bias": 1, "bias_stride_n": 4}, "strides 0 or 1"),
+        ({"bias": 1, "bias_stride_n": 4}, "1 and 0, got 0 and 4"),
         ({"batch": 2**31}, "batch of 2147483648"),
         ({"trans_a": 2}, "trans_a = 2"),
     ],
