@@ -207,11 +207,36 @@ def _anonymous_type(value: ir.Value) -> onnx.TypeProto:
 
 def _topologically_sorted(model: onnx.ModelProto) -> onnx.ModelProto:
     """ONNX Runtime accepts nodes in any order, shape inference does not."""
+    if all(map(_is_sorted, (model.graph, *model.functions))):
+        return model  # as most are; to sort takes as long as all the rest
     sorted_model = ir.from_proto(model)
     sorted_model.graph.sort()
     for function in sorted_model.functions.values():
         function.sort()
     return ir.to_proto(sorted_model)
+
+
+def _is_sorted(graph: onnx.GraphProto | onnx.FunctionProto) -> bool:
+    """Whether each node, in subgraphs too, comes after those whose outputs it or they use.
+
+    A subgraph that reuses a name of the graph around it, which ONNX forbids, may pass for unsorted.
+    """
+    pending = {output for node in graph.node for output in node.output if output}
+    for node in graph.node:
+        inner = [subgraph for _, subgraph in subgraphs(node)]
+        if not pending.isdisjoint(_used(node)) or not all(map(_is_sorted, inner)):
+            return False
+        pending.difference_update(node.output)
+    return True
+
+
+def _used(node: onnx.NodeProto) -> Iterator[str]:
+    """The values that a node and its subgraphs read."""
+    yield from node.input
+    for _, graph in subgraphs(node):
+        yield from (output.name for output in graph.output)
+        for inner in graph.node:
+            yield from _used(inner)
 
 
 def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
