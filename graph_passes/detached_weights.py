@@ -163,7 +163,7 @@ def _fields(data: memoryview, position: int, end: int) -> Iterator[_Field]:
             position += _FIXED_BYTES[wire_type]
         else:
             raise _UnusualError
-        if not number or position > end:
+        if position > end:
             raise _UnusualError
         yield _Field(number, wire_type == _DELIMITED, start, body, position)
 
