@@ -256,6 +256,16 @@ def test_a_session_of_a_model_without_candidates_gets_it_as_it_is(path: Path) ->
     assert _rewritten(rewritten)[:2] == (rewritten, None)
 
 
+def test_a_file_above_the_protobuf_limit_is_written_with_external_data(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is lowered: the path is that of a model of nearly 2 GB."""
+    monkeypatch.setattr(model_files, "PROTOBUF_LIMIT", 1 << 20)
+    result = rewrite(path, path.with_name("out.onnx"))
+    assert path.with_name("out.onnx.data").stat().st_size >= 4 << 20
+    assert onnx.load(path).graph.initializer == result.model.graph.initializer
+
+
 def test_a_result_outlives_its_file(path: Path) -> None:
     original = path.read_bytes()
     results = [rewrite(path) for _ in range(2)]

@@ -25,11 +25,12 @@ def test_nodes_out_of_order() -> None:
 
 
 def test_nodes_out_of_order_in_a_subgraph() -> None:
-    """The types of `s`, and with them the refusal, come from inference in the right order."""
+    """The shape of `t`, and with them the refusal, come from inference in the right order."""
     model = parse(
         """g (float[4, 4] a, float[4, 4] w, bool c) => (float[4, 4] y) {
             y = If (c) <
-                then_branch = g1 () => (float[4, 4] u) { u = MatMul (s, w)  s = Relu (a) },
+                then_branch = g1 () => (float[4, 4] u) {
+                    u = MatMul (t, w)  t = Neg (s)  s = Relu (a) },
                 else_branch = g2 () => (float[4, 4] v) { v = Identity (a) }
             > }"""
     )
