@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import onnx
 
+from .domain import is_standard
 from .payload import copy_message
 
 KEPT_ELEMENTS = 1024
@@ -28,24 +29,30 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
         _densify(graph)
         for info in (*graph.input, *graph.output, *graph.value_info):
             _simplify(info)
-        for node in graph.node:
-            _drop_unsupported(node)
+        _simplify_nodes(graph.node)
+    _unify_standard_domain(result.opset_import)
+    _unify_standard_domain(result.functions)
     for function in result.functions:
+        _unify_standard_domain(function.opset_import)
         for info in function.value_info:
             _simplify(info)
-        for node in function.node:
-            _drop_unsupported(node)
+        _simplify_nodes(function.node)
     return result
 
 
 def _copy_without_payload(source: onnx.TensorProto, target: onnx.TensorProto) -> None:
-    external = source.data_location == onnx.TensorProto.EXTERNAL
-    if source.data_type == onnx.TensorProto.STRING or (
-        not external and math.prod(source.dims) <= KEPT_ELEMENTS
-    ):
+    if keeps_payload(source):
         target.CopyFrom(source)
     else:
         _make_placeholder(target, source.name, source.data_type, source.dims)
+
+
+def keeps_payload(tensor: onnx.TensorProto) -> bool:
+    """Whether the skeleton has the tensor's data, so that what follows may depend on it."""
+    return tensor.data_type == onnx.TensorProto.STRING or (
+        tensor.data_location != onnx.TensorProto.EXTERNAL
+        and math.prod(tensor.dims) <= KEPT_ELEMENTS
+    )
 
 
 def _make_placeholder(
@@ -104,11 +111,23 @@ def _representable(type_: onnx.TypeProto) -> bool:
     return kind in ("tensor_type", "sparse_tensor_type")
 
 
-def _drop_unsupported(node: onnx.NodeProto) -> None:
-    kept = [attribute for attribute in node.attribute if _supported(attribute)]
-    if len(kept) != len(node.attribute):
-        del node.attribute[:]
-        node.attribute.extend(kept)
+def _simplify_nodes(nodes: Iterable[onnx.NodeProto]) -> None:
+    """Drops attributes that onnx_ir refuses."""
+    _unify_standard_domain(nodes)
+    for node in nodes:
+        kept = [attribute for attribute in node.attribute if _supported(attribute)]
+        if len(kept) != len(node.attribute):
+            del node.attribute[:]
+            node.attribute.extend(kept)
+
+
+def _unify_standard_domain(
+    messages: Iterable[onnx.NodeProto | onnx.FunctionProto | onnx.OperatorSetIdProto],
+) -> None:
+    """Shape inference knows ai.onnx by its other name alone, the empty one."""
+    for message in messages:
+        if message.domain and is_standard(message.domain):
+            message.domain = ""
 
 
 def _supported(attribute: onnx.AttributeProto) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 from moonpoly_ort.errors import ModelError
 
@@ -38,6 +39,8 @@ _RANDOM = frozenset(
         "RandomUniformLike",
     ]
 )
+
+_TEXT = (str, bytes)
 
 FunctionId = tuple[str, str, str]
 CallGraph = Mapping[FunctionId, set[FunctionId]]
@@ -69,10 +72,12 @@ def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
     A node of a function that is never called has none.
 
     Raises:
-        ModelError: The graph is not valid ONNX: a tensor with two producers, a cycle, recursion.
+        ModelError: The graph is not valid ONNX: a tensor with two producers, a cycle, recursion,
+            a name that is not UTF-8.
     """
     with _errors_of_the_graph():
         numbered = skeleton(model)
+        _refuse_undecodable(numbered)
         for number, (_, _, node) in enumerate(walk(numbered)):
             node.metadata_props.add(key=_ORIGIN, value=str(number))
         calls = _calls_of_functions(numbered)
@@ -207,11 +212,36 @@ def _anonymous_type(value: ir.Value) -> onnx.TypeProto:
 
 def _topologically_sorted(model: onnx.ModelProto) -> onnx.ModelProto:
     """ONNX Runtime accepts nodes in any order, shape inference does not."""
+    if all(map(_is_sorted, (model.graph, *model.functions))):
+        return model  # as most are; to sort takes as long as all the rest
     sorted_model = ir.from_proto(model)
     sorted_model.graph.sort()
     for function in sorted_model.functions.values():
         function.sort()
     return ir.to_proto(sorted_model)
+
+
+def _is_sorted(graph: onnx.GraphProto | onnx.FunctionProto) -> bool:
+    """Whether each node, in subgraphs too, comes after those whose outputs it or they use.
+
+    A subgraph that reuses a name of the graph around it, which ONNX forbids, may pass for unsorted.
+    """
+    pending = {output for node in graph.node for output in node.output if output}
+    for node in graph.node:
+        inner = [subgraph for _, subgraph in subgraphs(node)]
+        if not pending.isdisjoint(_used(node)) or not all(map(_is_sorted, inner)):
+            return False
+        pending.difference_update(node.output)
+    return True
+
+
+def _used(node: onnx.NodeProto) -> Iterator[str]:
+    """The values that a node and its subgraphs read."""
+    yield from node.input
+    for _, graph in subgraphs(node):
+        yield from (output.name for output in graph.output)
+        for inner in graph.node:
+            yield from _used(inner)
 
 
 def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -221,6 +251,18 @@ def _infer(model: onnx.ModelProto) -> onnx.ModelProto:
     except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError) as e:
         logger.info("shape inference of %s failed: %s", model.graph.name or "the model", e)
         return model
+
+
+def _refuse_undecodable(message: Message) -> None:
+    """Protobuf accepts any bytes as strings, and returns those that are not UTF-8 as bytes."""
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for item in (value,) if isinstance(value, Message) else value:
+                _refuse_undecodable(item)
+        elif field.type == field.TYPE_STRING:
+            for text in (value,) if isinstance(value, _TEXT) else value:
+                if isinstance(text, bytes):
+                    text.decode()
 
 
 def _calls_of_functions(model: onnx.ModelProto) -> CallGraph:

@@ -6,10 +6,12 @@ A model file and its data files appear under their names only when all of them a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
+import mmap
 import os
 import secrets
+import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import IO
@@ -18,7 +20,9 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
 from .errors import ModelError, OutputError
+from .graph_passes.detached_weights import Weight, attach, detach
 from .graph_passes.payload import copy_message, tensors
+from .graph_passes.skeleton import keeps_payload
 
 PROTOBUF_LIMIT = 2**31 - 2**26
 """Payload above which a model is written with external data: 2 GB less room for the graph."""
@@ -28,61 +32,136 @@ _ALIGNMENT = 4096  # offsets in a data file, for memory mapping
 _CHUNK = 1 << 24
 
 
-@dataclasses.dataclass(frozen=True)
 class Source:
-    """A model in memory and where it came from.
+    """A model in memory and where it came from; external data stays on disk.
+
+    The large weights of a model that came as bytes or as a file stay in those bytes, until someone
+    asks for the whole model.
 
     Attributes:
-        model: The model; external data stays on disk.
         path: The model's file, or None.
         folder: What locations of external data are relative to; None if unknown.
     """
 
-    model: onnx.ModelProto
-    path: Path | None
-    folder: Path | None
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        path: Path | None,
+        folder: Path | None,
+        weights: dict[int, Weight] | None = None,
+    ) -> None:
+        self.path = path
+        self.folder = folder
+        self._light = model
+        self._weights = weights or {}
+        self._lock = threading.Lock()
+
+    @property
+    def light(self) -> onnx.ModelProto:
+        """The model, of whose initializers large ones may lack their payload.
+
+        Anything but the initializers may be changed in it.
+        """
+        return self._light
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The whole model, which belongs to the caller: from now on it is the light one too."""
+        with self._lock:
+            if self._weights:
+                whole = onnx.ModelProto()
+                whole.CopyFrom(self._light)
+                for index, weight in self._weights.items():
+                    _put(weight, whole.graph.initializer[index])
+                self._light, self._weights = whole, {}
+            return self._light
+
+    @property
+    def has_external_data(self) -> bool:
+        """Whether some of the weights are in other files."""
+        return any(map(_is_external, tensors(self._light)))
+
+    def serialized(self) -> list[memoryview]:
+        """The whole model in binary form, in pieces of which the large ones are not copies.
+
+        Raises:
+            OutputError: Protobuf cannot serialize it: it exceeds 2 GB.
+        """
+        with self._lock:
+            light, weights = self._light, self._weights
+        try:
+            data = memoryview(light.SerializeToString())
+        except (EncodeError, ValueError) as error:
+            raise OutputError(f"The model cannot be serialized: {error}") from error
+        return attach(data, weights) if weights else [data]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and self._whole() == other._whole()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Source, self._whole()
+
+    def _whole(self) -> tuple[onnx.ModelProto, Path | None, Path | None]:
+        return self.model, self.path, self.folder
 
 
 def read(
     model: str | os.PathLike[str] | bytes | onnx.ModelProto,
     folder: str | os.PathLike[str] | None = None,
+    *,
+    mapped: bool = False,
 ) -> Source:
     """Reads a model without its external data.
 
     Args:
         model: A path, a serialized model, or a ModelProto, which is copied.
         folder: Where external data lies, if not beside the model's file.
+        mapped: Leave large weights in the file. It must then stay as it is until the result has
+            been used.
 
     Raises:
         ModelError: There is no such file, it cannot be read, or it holds no ONNX model.
         TypeError: `model` is of another type.
     """
+    base = None if folder is None else Path(folder)
     if isinstance(model, onnx.ModelProto):
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
         _refuse_empty(copy, "The ModelProto")
-        return Source(copy, None, None if folder is None else Path(folder))
+        return Source(copy, None, base)
     if isinstance(model, bytes | bytearray | memoryview):
-        proto = _parse(bytes(model), f"The {len(model)} bytes given")
-        return Source(proto, None, None if folder is None else Path(folder))
+        proto, weights = _parse(bytes(model), f"The {len(model)} bytes given")
+        return Source(proto, None, base, weights)
     if not isinstance(model, str | os.PathLike):
         raise TypeError(
             f"model is a {type(model).__name__}; a path, bytes or an onnx.ModelProto is accepted"
         )
     path = Path(model)
     try:
-        data = path.read_bytes()
+        data = _map(path) if mapped else path.read_bytes()
     except OSError as error:
         raise ModelError(f"Cannot read the model {str(path)!r}: {error.strerror}.") from error
-    return Source(
-        _parse(data, f"{str(path)!r}"), path, path.parent if folder is None else Path(folder)
-    )
+    proto, weights = _parse(data, f"{str(path)!r}")
+    return Source(proto, path, path.parent if base is None else base, weights)
 
 
-def _parse(data: bytes, what: str) -> onnx.ModelProto:
+def _map(path: Path) -> bytes | mmap.mmap:
+    with open(path, "rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode) and status.st_size:
+            with contextlib.suppress(OSError):  # some file systems cannot; they can be read
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return file.read()
+
+
+def _parse(data: bytes | mmap.mmap, what: str) -> tuple[onnx.ModelProto, dict[int, Weight]]:
+    """The model and those of its weights that it lacks, as views of `data`."""
+    # A model that is nearly too large for protobuf may have to be taken apart to be written.
+    light = detach(memoryview(data)) if len(data) <= PROTOBUF_LIMIT else None
+    content, weights = light or (data[:], {})
     model = onnx.ModelProto()
     try:
-        model.ParseFromString(data)
+        model.ParseFromString(content)
     except DecodeError as error:
         hint = (
             " No ONNX file can exceed 2 GB: larger models store their weights as external data."
@@ -94,7 +173,14 @@ def _parse(data: bytes, what: str) -> onnx.ModelProto:
             "Accepted is an ONNX ModelProto in binary form, as onnx.save writes it."
         ) from error
     _refuse_empty(model, what)
-    return model
+    for index, tensor in enumerate(model.graph.initializer):
+        if index in weights and keeps_payload(tensor):
+            _put(weights.pop(index), tensor)
+    return model, weights
+
+
+def _put(weight: Weight, tensor: onnx.TensorProto) -> None:
+    tensor.MergeFromString(b"".join(weight.pieces()))
 
 
 def _refuse_empty(model: onnx.ModelProto, what: str) -> None:
@@ -132,7 +218,7 @@ def write(source: Source, output: str | os.PathLike[str], *, overwrite: bool = F
         with _Staging() as staging:
             for location, data in data_files.items():
                 _stage_data(staging, data, target.parent / location, target, overwrite)
-            _stage_model(staging, source.model, target, set(data_files))
+            _stage_model(staging, source, target, set(data_files))
             staging.commit()
     except OSError as error:
         raise OutputError(f"Cannot write {str(target)!r}: {error}.") from error
@@ -157,28 +243,24 @@ def _stage_data(staging: _Staging, data: Path, copy: Path, target: Path, overwri
         _copy_sparse(reader, writer)
 
 
-def _stage_model(
-    staging: _Staging, model: onnx.ModelProto, target: Path, locations: set[str]
-) -> None:
-    if sum(len(tensor.raw_data) for tensor in tensors(model)) > PROTOBUF_LIMIT:
+def _stage_model(staging: _Staging, source: Source, target: Path, locations: set[str]) -> None:
+    # Weights that are not in the light model are few enough: see `_parse`.
+    if sum(len(tensor.raw_data) for tensor in tensors(source.light)) > PROTOBUF_LIMIT:
         name = f"{target.name}.data"
         while name in locations:
             name += ".data"
         with staging.open(target.with_name(name)) as writer:
-            model = _externalized(model, name, writer)
-    try:
-        data = model.SerializeToString()
-    except (EncodeError, ValueError) as error:
-        raise OutputError(f"The model cannot be serialized: {error}") from error
+            source = Source(_externalized(source.model, name, writer), None, None)
+    pieces = source.serialized()
     with staging.open(target) as writer:
-        writer.write(data)
+        writer.writelines(pieces)
 
 
 def _data_files(source: Source) -> dict[str, Path]:
     """The model's data files by location, each checked to be there and long enough."""
     needed: dict[str, int] = {}
-    for tensor in tensors(source.model):
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    for tensor in tensors(source.light):
+        if not _is_external(tensor):
             continue
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
@@ -214,6 +296,10 @@ def _data_files(source: Source) -> dict[str, Path]:
                 "needed: it is truncated or belongs to another model."
             )
     return files
+
+
+def _is_external(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_location == onnx.TensorProto.EXTERNAL
 
 
 def _refuse_target(target: Path, source: Source, data_files: dict[str, Path]) -> None:

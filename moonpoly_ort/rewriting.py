@@ -19,7 +19,6 @@ import onnx
 
 from . import model_files
 from .graph_passes import pipeline
-from .graph_passes.payload import tensors
 from .graph_passes.report import Entry, Reason, Refusal
 
 __all__ = ["Entry", "Reason", "Refusal", "RewriteResult", "RuleInfo", "list_rules", "rewrite"]
@@ -66,9 +65,7 @@ class RewriteResult:
     @property
     def has_external_data(self) -> bool:
         """Whether some of the weights are in other files."""
-        return any(
-            tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in tensors(self.model)
-        )
+        return self._source.has_external_data
 
     @property
     def taken(self) -> tuple[Entry, ...]:
@@ -117,6 +114,6 @@ def rewrite(
     """
     enabled = pipeline.select(rules, disable)
     source = model_files.read(model, base_dir)
-    report = pipeline.apply(source.model, static=static, enabled=enabled)
+    report = pipeline.apply(source.light, static=static, enabled=enabled)
     written = None if output is None else model_files.write(source, output, overwrite=overwrite)
     return RewriteResult(report, written, source)

@@ -343,15 +343,21 @@ def _is_ort_format(source: str | bytes | os.PathLike[str]) -> bool:
 
 def _rewritten(
     source: str | bytes | os.PathLike[str],
-) -> tuple[bytes, Path | None, tuple[Entry, ...]]:
-    """The rewritten graph, the folder of its external data if it has some there, and the report."""
-    from .rewriting import rewrite
+) -> tuple[str | bytes | os.PathLike[str], Path | None, tuple[Entry, ...]]:
+    """The rewritten graph, the folder of its external data if it has some there, and the report.
 
-    result = rewrite(source)
-    folder = None
-    if result.base_dir is not None and result.has_external_data:
-        folder = result.base_dir.absolute()
-    return result.model.SerializeToString(), folder, result.report
+    Where no node was taken, that graph is the source itself.
+    """
+    from . import model_files
+    from .graph_passes import pipeline
+
+    # Mapping the file is safe, since it is used here and now.
+    model = model_files.read(source, mapped=True)
+    report = pipeline.apply(model.light, static=False, enabled=pipeline.select(None, ()))
+    if not any(entry.taken for entry in report):
+        return source, None, report
+    folder = model.folder.absolute() if model.folder and model.has_external_data else None
+    return b"".join(model.serialized()), folder, report
 
 
 @contextmanager

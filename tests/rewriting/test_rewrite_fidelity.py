@@ -24,6 +24,29 @@ def test_nodes_out_of_order() -> None:
     assert [node.output[0] for node in result.model.graph.node] == ["y", "u", "t"]
 
 
+def test_nodes_out_of_order_in_a_subgraph() -> None:
+    """The shape of `t`, and with them the refusal, come from inference in the right order."""
+    model = parse(
+        """g (float[4, 4] a, float[4, 4] w, bool c) => (float[4, 4] y) {
+            y = If (c) <
+                then_branch = g1 () => (float[4, 4] u) {
+                    u = MatMul (t, w)  t = Neg (s)  s = Relu (a) },
+                else_branch = g2 () => (float[4, 4] v) { v = Identity (a) }
+            > }"""
+    )
+    assert refusals(check(model, taken=0)) == ["static"]
+
+
+def test_both_names_of_the_standard_domain() -> None:
+    model = parse(
+        LINEAR.replace("float[n, 4] a", "float[3, 4] a").replace("y = ", "t = Relu (a)  y = ")
+    )
+    model.graph.node[1].input[0] = "t"
+    for renamed in (model.graph.node[0], model.opset_import[0]):
+        renamed.domain = "ai.onnx"
+        assert refusals(rewrite(model)) == ["static"]
+
+
 def test_cycle_is_refused() -> None:
     model = parse("g (float[n, 4] a) => (float[n, 4] y) { y = Add (a, t)  t = Relu (y) }")
     with pytest.raises(ModelError, match="cycle"):
