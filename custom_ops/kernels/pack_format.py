@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ import numpy.typing as npt
 from moonpoly_ort.errors import PackError
 
 from .spec import Dtype, Family, KernelSpec, Precision, name
+
+_Kind = TypeVar("_Kind")
 
 MAGIC = b"MOONPACK"
 VERSION = 1
@@ -311,18 +313,21 @@ def read_info(path: str | os.PathLike[str], *, verify: bool = True) -> PackInfo:
 
 def decode_spec(field_of: Callable[[str], Any]) -> KernelSpec:
     """The spec behind an `mp_kernel`, whose fields `field_of` gives by name."""
-    family, dtype, precision = (
-        next(value for value, code in codes.items() if code == int(field_of(kind)))
-        for kind, codes in (
-            ("family", FAMILY_CODE), ("dtype", DTYPE_CODE), ("precision", PRECISION_CODE),
-        )
-    )  # fmt: skip
+
+    def decoded(codes: dict[_Kind, int], kind: str) -> _Kind:
+        return next(value for value, code in codes.items() if code == int(field_of(kind)))
+
     numbers: dict[str, Any] = {
         f.name: bool(field_of(f.name)) if f.type == "bool" else int(field_of(f.name))
         for f in fields(KernelSpec)
         if f.type in ("int", "bool")
     }
-    return KernelSpec(family=family, dtype=dtype, precision=precision, **numbers)
+    return KernelSpec(
+        family=decoded(FAMILY_CODE, "family"),
+        dtype=decoded(DTYPE_CODE, "dtype"),
+        precision=decoded(PRECISION_CODE, "precision"),
+        **numbers,
+    )
 
 
 def read_tables(path: str | os.PathLike[str]) -> list[CostTable]:
