@@ -149,9 +149,9 @@ typedef struct mp_kernel {
 } mp_kernel;
 
 typedef struct mp_cost {  // measured at native occupancy; all zero: not measured, use the analytic model
-  float fixed_us;         // one wave without its K loop: prologue, epilogue
+  float fixed_us;         // one wave without its K loop: prologue, epilogue, split-K: storing a slice
   float step_us;          // one K step of BK of a full wave
-  float single_step_us;   // one K step when no SM holds more than one block
+  float single_step_us;   // one K step when no SM holds more than one block; where none can: when few SMs work
   float blocks_per_sm;
 } mp_cost;
 
