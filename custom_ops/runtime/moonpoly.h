@@ -66,7 +66,7 @@ typedef struct mp_device {
   int32_t registers_per_sm, threads_per_sm, blocks_per_sm;
   int32_t clock_mhz, memory_clock_mhz, memory_bus_bits;
   int64_t l2_bytes, memory_bytes;
-  double bandwidth_gbps;  // 0: derive from memory clock and bus
+  double bandwidth_gbps;  // the memory's peak; 0: derive from memory clock and bus
 } mp_device;
 
 // ---- the plan ------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ typedef struct mp_table {
   char gpu[64];  // exact device name
   int32_t sm_count;
   int32_t reserved;
-  double bandwidth_gbps;  // measured copy bandwidth
+  double bandwidth_gbps;  // of the memory, as the timings show it
   double launch_us;       // an empty kernel, back to back on one stream
 } mp_table;
 
