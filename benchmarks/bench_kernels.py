@@ -7,7 +7,7 @@ Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates 
 turns; figures are medians. One CSV row a shape; shapes that the output already holds are skipped,
 so that a run cut short goes on where it stopped. With `--oracle` one row for every kernel and K
 split that is legal for the shape and may be near the best: what `benchmarks.fit_costs` makes a
-table of measured costs from; all dtypes and layouts take about four minutes:
+table of measured costs from; all dtypes and layouts are meant to fit in a few minutes:
 
     python -m benchmarks.bench_kernels --oracle --output oracle.csv --dtype f16,bf16,f32,f32ieee
         --layout nn,nt,tn,tt
