@@ -6,8 +6,11 @@
 Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking
 turns; figures are medians. One CSV row a shape; shapes that the output already holds are skipped,
 so that a run cut short goes on where it stopped. With `--oracle` one row for every kernel and K
-split that is legal for the shape: what `benchmarks.fit_costs` makes a table of measured costs
-from.
+split that is legal for the shape and may be near the best: what `benchmarks.fit_costs` makes a
+table of measured costs from; all dtypes and layouts are meant to fit in a few minutes:
+
+    python -m benchmarks.bench_kernels --oracle --output oracle.csv --dtype f16,bf16,f32,f32ieee
+        --layout nn,nt,tn,tt
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +34,16 @@ from benchmarks.machine import Setting, architecture, environment, unpacked
 from benchmarks.measuring import (
     Ceilings,
     Launch,
-    Timing,
+    Sweep,
     capture,
     compare_launches,
     geometric_mean,
     launches_per_graph,
+    launches_per_sweep,
     rotation,
     time_graphs,
 )
-from benchmarks.operands import DTYPES, Operands, dense
+from benchmarks.operands import DTYPES, NUMBERS, Operands, Product, dense, dense_problem
 from benchmarks.recording import say
 from benchmarks.running import Provider
 from moonpoly_ort import native, packs
@@ -63,6 +68,14 @@ class Shape:
     dtype: str = "f16"
     layout: str = "nn"  # n: stored as multiplied, t: transposed; A, then B
 
+    def product(self) -> Product:
+        dtype, precision = NUMBERS[self.dtype]
+        return dense(self.m, self.n, self.k, dtype, self.layout, precision)
+
+    def problem(self) -> native.Problem:
+        dtype, precision = NUMBERS[self.dtype]
+        return dense_problem(self.m, self.n, self.k, dtype, self.layout, precision)
+
     @property
     def key(self) -> tuple[str, str, str]:
         return self.id, self.dtype, self.layout
@@ -83,6 +96,21 @@ def built_in() -> Iterator[Shape]:
         for m in (1, 16, 37, 128, 333, 777, 1500, 4096):
             yield Shape(f"b{number}", kind, m, n, k)
             number += 1
+
+
+def informative() -> Iterator[Shape]:
+    """What shows each kernel's costs: few and many K steps, waves that are partly full, full and
+    several, K split or not, the memory's speed, and every way of being unaligned."""
+    aligned = (768, 768), (4096, 1024), (1024, 4096), (4096, 4096), (256, 8192)
+    # N, K or both a multiple of 2 elements only, or odd.
+    unaligned = (1002, 1024), (1024, 1002), (1001, 1024), (1024, 1001), (1001, 1003), (257, 4095)
+    for kind, sizes, heights in (
+        ("aligned", aligned, (1, 16, 48, 160, 512, 1536, 4096)),
+        ("unaligned", unaligned, (8, 100, 700, 3000)),
+    ):
+        for n, k in sizes:
+            for m in heights:
+                yield Shape(f"{m}x{n}x{k}", kind, m, n, k)
 
 
 def read_shapes(path: Path) -> Iterator[Shape]:
@@ -121,14 +149,15 @@ class Bench:
 
     def prepare(self, shape: Shape) -> tuple[list[Operands], int]:
         """Rotated operand sets, and how many launches a graph should hold."""
-        bytes_each = DTYPES[shape.dtype].itemsize
-        moved = (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) * bytes_each
-        sets = rotation(moved, self.l2_bytes)
-        product = dense(shape.m, shape.n, shape.k, shape.dtype, shape.layout)
+        product = shape.product()
+        sets = rotation(product_bytes(product), self.l2_bytes)
+        size = DTYPES[product.dtype].itemsize
+        floor = Ceilings().floor_us(shape.m, shape.n, shape.k, 1, size)
+        return self.allocate(product, sets), launches_per_graph(floor, sets)
+
+    def allocate(self, product: Product, sets: int) -> list[Operands]:
         device = self.setting.provider.torch_device
-        operands = [Operands.allocate(product, device, seed) for seed in range(sets)]
-        floor = Ceilings().floor_us(shape.m, shape.n, shape.k, 1, bytes_each)
-        return operands, launches_per_graph(floor, sets)
+        return [Operands.allocate(product, device, seed) for seed in range(sets)]
 
     def ours(self, operands: list[Operands], plan: native.Plan) -> Launch:
         runner = self.setting.runner
@@ -141,6 +170,9 @@ class Bench:
 
     @staticmethod
     def cublas(operands: list[Operands]) -> Launch:
+        # As ONNX Runtime's fp32 MatMul, unless asked otherwise.
+        torch.backends.cuda.matmul.allow_tf32 = operands[0].product.precision == "tf32"
+
         def launch(index: int) -> None:
             one = operands[index]
             a, b, y = one.a.view[0], one.b.view[0], one.y.view[0]
@@ -171,32 +203,35 @@ class Bench:
     def oracle(self, shape: Shape, rounds: int, slowest: float) -> None:
         """Every legal (kernel, split), the planner's and cuBLAS among them; one row each.
 
-        A candidate predicted more than `slowest` times slower than the best one is left out.
+        A candidate predicted more than `slowest` times slower than the best one is left out, and
+        of a kernel's splits those but the three that promise most.
         """
-        operands, launches = self.prepare(shape)
-        choices = self._legal(operands[0].problem)
-        best = min(plan.predicted_us for _, _, plan in choices)
-        rows: list[tuple[int, int, native.Plan, Timing]] = []
-        for kernel, split, plan in choices:
-            if plan.predicted_us > slowest * best:
-                continue
-            graph = capture(self.ours(operands, plan), len(operands), launches)
-            timing = time_graphs({"one": graph}, launches, rounds)["one"]
-            rows.append((kernel, split, plan, timing))
-        cublas = compare_launches(
-            {"cublas": self.cublas(operands)}, len(operands), launches, rounds
-        )
-        for kernel, split, plan, timing in rows:
+        product = shape.product()
+        choices = self._legal(shape.problem())
+        if not choices:
+            say(f"{shape}: no kernel is legal")
+            return
+        fastest = min(plan.predicted_us for _, _, plan in choices)
+        launches = launches_per_sweep(fastest)
+        sets = min(launches, rotation(product_bytes(product), self.l2_bytes))
+        operands = self.allocate(product, sets)
+        device = self.setting.provider.torch_device
+        sweep = Sweep(sets, launches, 2 * self.l2_bytes, rounds, device)
+        rows = [
+            (kernel, split, plan, sweep.time(self.ours(operands, plan)))
+            for kernel, split, plan in promising(choices, slowest * fastest)
+        ]
+        cublas = sweep.time(self.cublas(operands))
+        for kernel, split, plan, us in rows:
             self.write(shape, kernel=self.setting.pack.kernels[kernel].name, split=split,
-                       predicted_us=plan.predicted_us, us=timing.median)  # fmt: skip
-        self.write(shape, kernel="cublas", split=1, us=cublas["cublas"].median)
+                       predicted_us=plan.predicted_us, us=us)  # fmt: skip
+        self.write(shape, kernel="cublas", split=1, us=cublas)
         chosen = self.setting.plan(operands[0].problem).regions[0]
-        measured = {(kernel, split): timing.median for kernel, split, _, timing in rows}
-        fastest = min(measured.values())
-        mine = measured.get((chosen.kernel, chosen.split))
-        share = f"{fastest / mine:.3f} of the best" if mine else "not among those measured"
-        say(f"{shape}: {len(rows)} candidates, best {fastest:.1f} us, "
-            f"cuBLAS {cublas['cublas'].median:.1f} us, the planner's choice {share}")  # fmt: skip
+        measured = {(kernel, split): us for kernel, split, _, us in rows}
+        best, mine = min(measured.values()), measured.get((chosen.kernel, chosen.split))
+        share = f"{best / mine:.3f} of the best" if mine else "not among those measured"
+        say(f"{shape}: {len(rows)} candidates, best {best:.1f} us, "
+            f"cuBLAS {cublas:.1f} us, the planner's choice {share}")  # fmt: skip
 
     def _legal(self, problem: native.Problem) -> list[tuple[int, int, native.Plan]]:
         found = []
@@ -213,12 +248,31 @@ class Bench:
         return found
 
 
+def promising(
+    choices: list[tuple[int, int, native.Plan]], limit_us: float, splits: int = 3
+) -> list[tuple[int, int, native.Plan]]:
+    """Those of the (kernel, split, plan) that are predicted to stay within the limit, and of each
+    kernel no more than its best few splits; the likeliest first."""
+    taken: Counter[int] = Counter()
+    found = []
+    for choice in sorted(choices, key=lambda choice: choice[2].predicted_us):
+        if choice[2].predicted_us <= limit_us and taken[choice[0]] < splits:
+            taken[choice[0]] += 1
+            found.append(choice)
+    return found
+
+
+def product_bytes(p: Product) -> int:
+    return (p.m * p.k + p.k * p.n + p.m * p.n) * DTYPES[p.dtype].itemsize
+
+
 def device_facts(setting: Setting) -> dict[str, Any]:
     """What a table of costs must know of the GPU: attributes, copy bandwidth, time of a launch."""
     where = setting.provider.torch_device
     source = torch.randn(2**28, device=where)  # 1 GiB, far beyond L2
     target = torch.empty_like(source)
-    copies = {"copy": capture(lambda _: target.copy_(source), 1, 4)}
+    # A kernel: a graph would give `copy_` to the copy engines, which are slower.
+    copies = {"copy": capture(lambda _: torch.neg(source, out=target), 1, 4)}
     copy_us = time_graphs(copies, 4, 7)["copy"].median
     one = torch.zeros(1, device=where)
     empties = {"empty": capture(lambda _: one.add_(1), 1, 256)}
@@ -242,12 +296,11 @@ def main() -> int:
     arguments = _arguments()
     if not torch.cuda.is_available():
         raise SystemExit("this measures a GPU, and torch finds none here")
-    torch.backends.cuda.matmul.allow_tf32 = True  # as ONNX Runtime's fp32 MatMul
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     wanted = [
         replace(shape, dtype=dtype, layout=layout)
-        for shape in (read_shapes(arguments.shapes) if arguments.shapes else built_in())
+        for shape in _shapes(arguments)
         for dtype in arguments.dtype.split(",")
         for layout in arguments.layout.split(",")
     ]
@@ -261,6 +314,12 @@ def main() -> int:
             arguments.output.with_suffix(".json").write_text(facts + "\n")
         _measure(bench, left, arguments)
     return 0
+
+
+def _shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
+    if arguments.shapes:
+        return read_shapes(arguments.shapes)
+    return informative() if arguments.oracle else built_in()
 
 
 def _measure(bench: Bench, left: list[Shape], arguments: argparse.Namespace) -> None:
@@ -291,7 +350,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shapes", type=Path, help="CSV: id, class, M, N, K; default: a built-in list"
     )
-    parser.add_argument("--dtype", default="f16", help="of f16, bf16, f32; several with commas")
+    parser.add_argument(
+        "--dtype", default="f16", help="of f16, bf16, f32 (TF32), f32ieee; with commas"
+    )
     parser.add_argument("--layout", default="nn", help="of nn, nt, tn, tt; several with commas")
     parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
     parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
@@ -301,13 +362,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--oracle", action="store_true", help="time every legal kernel and split")
     parser.add_argument("--rounds", type=int, default=5, help="replays per candidate with --oracle")
     parser.add_argument(
-        "--slowest", type=float, default=3.0,
+        "--slowest", type=float, default=2.5,
         help="with --oracle, leave out what is predicted this many times slower than the best",
     )  # fmt: skip
     arguments = parser.parse_args()
     for name in arguments.dtype.split(","):
-        if name not in DTYPES:
-            parser.error(f"unknown dtype {name!r}; there are: {', '.join(DTYPES)}")
+        if name not in NUMBERS:
+            parser.error(f"unknown dtype {name!r}; there are: {', '.join(NUMBERS)}")
     for name in arguments.layout.split(","):
         if name not in ("nn", "nt", "tn", "tt"):
             parser.error(f"unknown layout {name!r}; there are: nn, nt, tn, tt")

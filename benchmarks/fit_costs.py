@@ -3,11 +3,11 @@
     python -m benchmarks.fit_costs oracle.csv [more.csv] --pack sm_90.mpk --output
     gemm__nvidia-h200.json
 
-Needs no GPU. The native planner itself supplies the model: its prediction is linear in a kernel's
-costs up to the bandwidth floor, so that plans under probing costs give each measurement's
-coefficients, and a change of the model's formula needs no change here. The quality reported is
-the mean of (time of the planner's choice / best time measured): over the shapes fitted, and over
-every second shape when only the others were fitted.
+Needs no GPU. The native planner itself supplies the model: plans under probing costs give each
+measurement's coefficients. What the timings of a kernel leave open stays at the analytic model's
+value. The memory bandwidth is fitted along. The quality reported is the mean of (best time measured
+/ time of the planner's choice): over the shapes fitted, and over every second shape when only the
+others were fitted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,16 @@ import numpy as np
 import numpy.typing as npt
 from moonpoly_ort.custom_ops.kernels import pack_format
 
-from benchmarks.operands import dense_problem
+from benchmarks.operands import NUMBERS, dense_problem
 from moonpoly_ort import native, tables
 
 Floats = npt.NDArray[np.float64]
 Shape = tuple[str, str, int, int, int]  # dtype, layout, m, n, k
+COSTS = ("fixed_us", "step_us", "single_step_us")
 TINY = 1e-9  # a cost of nothing that still counts as measured
-PROBE = 1e3  # large against everything else in a prediction
 ENDLESS = 1e12  # a bandwidth that is never the bottleneck
-PRIOR = 0.02  # weight of the prior on step / single_step, against one measurement
+CRAWLING = 1e-4  # a bandwidth that always is
+PRIOR = 0.1  # weight of (log cost / analytic)^2 against one timing's squared log error
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Row:
     us: float
 
     def problem(self) -> native.Problem:
-        dtype, layout, m, n, k = self.shape
-        return dense_problem(m, n, k, dtype, layout)
+        number, layout, m, n, k = self.shape
+        dtype, precision = NUMBERS[number]
+        return dense_problem(m, n, k, dtype, layout, precision)
 
 
 class Planner:
@@ -65,12 +67,16 @@ class Planner:
         self.facts, self._folder, self._count = facts, folder, 0
         self.device = native.Device(name=facts["gpu"], **facts["device"])
 
-    def with_costs(self, costs: npt.NDArray[np.void] | None, bandwidth: float) -> native.Pack:
-        """A catalog whose table holds these costs; None for the analytic model."""
-        given = [] if costs is None else [
-            pack_format.CostTable(self.facts["gpu"], self.device.sm_count, bandwidth,
-                                  self.facts["launch_us"], costs)
-        ]  # fmt: skip
+    def with_costs(self, costs: npt.NDArray[np.void], bandwidth: float) -> native.Pack:
+        """A catalog whose table holds these costs, zeros for what was not measured."""
+        return self._pack([pack_format.CostTable(self.facts["gpu"], self.device.sm_count, bandwidth,
+                                                 self.facts["launch_us"], costs)])  # fmt: skip
+
+    def without_table(self) -> native.Pack:
+        """A catalog for the analytic model."""
+        return self._pack([])
+
+    def _pack(self, given: list[pack_format.CostTable]) -> native.Pack:
         self._count += 1
         path = self._folder / f"{self._count}.mpk"
         pack_format.write_pack(path, self.info.sm, self.kernels, given,
@@ -104,67 +110,80 @@ class Planner:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """us = base + max(fixed * f + step * s + single_step * g, floor), one entry for each row."""
+    """us = base + fixed_us * fixed + hypot(loop, traffic), where loop = loops + linear @ (fixed_us,
+    step_us, single_step_us) is what blocks compute; one entry for each row."""
 
     base: Floats
-    floor: Floats
     fixed: Floats
-    step: Floats
-    single: Floats
+    loops: Floats
+    linear: Floats  # rows x 3
+    traffic: Floats  # at a bandwidth of 1 GB/s
 
     @staticmethod
     def probe(planner: Planner, rows: list[Row]) -> Coefficients:
-        def predict(fixed: float, step: float, single: float, bandwidth: float = ENDLESS) -> Floats:
-            costs = np.zeros(len(planner.kernels), pack_format.COST)
-            costs["fixed_us"], costs["step_us"], costs["single_step_us"] = fixed, step, single
-            costs["blocks_per_sm"] = [planner.occupancy(i) for i in range(len(planner.kernels))]
-            with planner.with_costs(costs, bandwidth) as pack:
+        blocks = [planner.occupancy(i) for i in range(len(planner.kernels))]
+
+        def predict(bandwidth: float, *costs: float) -> Floats:
+            table = np.zeros(len(planner.kernels), pack_format.COST)
+            for name, value in zip(COSTS, costs or (TINY,) * 3, strict=True):
+                table[name] = value
+            table["blocks_per_sm"] = blocks
+            with planner.with_costs(table, bandwidth) as pack:
                 return planner.predict(pack, rows)
 
-        base = predict(TINY, TINY, TINY)
-        return Coefficients(
-            base,
-            predict(TINY, TINY, TINY, planner.facts["bandwidth_gbps"]) - base,
-            (predict(PROBE, TINY, TINY) - base) / PROBE,
-            (predict(TINY, PROBE, TINY) - base) / PROBE,
-            (predict(TINY, TINY, PROBE) - base) / PROBE,
-        )
+        free = predict(ENDLESS)  # base + loops
+        stuck = predict(CRAWLING)  # base + traffic, beside which the loops are nothing
+        traffic = 2 * (stuck - predict(2 * CRAWLING))
+        base = stuck - traffic
+        units = ((1.0, TINY, TINY), (TINY, 1.0, TINY), (TINY, TINY, 1.0))
+        linear = np.stack([predict(ENDLESS, *unit) - free for unit in units], axis=1)
+        fixed = predict(CRAWLING, *units[0]) - stuck
+        linear[:, 0] -= fixed
+        return Coefficients(base, fixed, free - base, linear, traffic * CRAWLING)
 
     def select(self, which: npt.NDArray[np.intp]) -> Coefficients:
-        return Coefficients(self.base[which], self.floor[which], self.fixed[which],
-                            self.step[which], self.single[which])  # fmt: skip
+        return Coefficients(*(getattr(self, field.name)[which] for field in fields(self)))
 
-    def us(self, costs: Floats) -> Floats:
+    def us(self, costs: Floats, bandwidth: float) -> Floats:
         """Predictions for costs (fixed, step, single_step)."""
-        linear = self.fixed * costs[0] + self.step * costs[1] + self.single * costs[2]
-        total: Floats = self.base + np.maximum(linear, self.floor)
+        loop = self.loops + self.linear @ costs
+        total: Floats = self.base + self.fixed * costs[0] + np.hypot(loop, self.traffic / bandwidth)
         return total
 
 
-def fit(coefficients: Coefficients, us: Floats, blocks_per_sm: int) -> Floats:
-    """(fixed, step, single_step) of one kernel that minimise the squared log error.
+def analytic_costs(planner: Planner) -> Floats:
+    """(fixed, step, single_step) of every kernel by the analytic model, read off its predictions:
+    one block for few and for many K steps, and a full wave for many."""
+    rows = []
+    for index, kernel in enumerate(planner.kernels):
+        spec, split = kernel.spec, 2 if kernel.spec.split_k else 1
+        wave = max(1, planner.device.sm_count * planner.occupancy(index) // split)
+        number = (str(spec.dtype), "ieee" if spec.precision == "ieee" else "tf32")
+        name = next(name for name in NUMBERS if NUMBERS[name] == number)
+        layout = "nt"[spec.trans_a] + "nt"[spec.trans_b]
+        for tiles, steps in ((1, 2), (1, 40), (wave, 40)):
+            shape = (name, layout, spec.bm, spec.bn * tiles, spec.bk * steps * split)
+            rows.append(Row(shape, index, split, math.nan))
+    linear = Coefficients.probe(planner, rows)
+    with planner.with_costs(np.zeros(len(planner.kernels), pack_format.COST), ENDLESS) as pack:
+        target = planner.predict(pack, rows) - linear.base - linear.loops
+    matrix = linear.linear + linear.fixed[:, None] * np.array([1.0, 0.0, 0.0])
+    found: Floats = np.linalg.solve(matrix.reshape(-1, 3, 3), target.reshape(-1, 3, 1))[:, :, 0]
+    return found
 
-    A start by least squares on what is not at the bandwidth floor, then a pattern search over the
-    logs. Where no SM held one block alone, or no wave was full, the prior decides the other step:
-    blocks that share an SM overlap by half.
-    """
-    matrix = np.stack([coefficients.fixed, coefficients.step, coefficients.single], axis=1)
-    target = us - coefficients.base
-    free = us > 1.15 * (coefficients.base + coefficients.floor)
-    chosen = free if free.sum() >= 3 else np.ones_like(free)
-    weight = 1 / us[chosen]
-    start, *_ = np.linalg.lstsq(
-        matrix[chosen] * weight[:, None], target[chosen] * weight, rcond=None
-    )
-    prior = math.log((1 + blocks_per_sm) / 2)
+
+def fit(
+    coefficients: Coefficients, us: Floats, weights: Floats, prior: Floats, bandwidth: float
+) -> tuple[Floats, float]:
+    """(fixed, step, single_step) of one kernel that minimise the weighted squared log error, and
+    the error: a pattern search over the logs, from the prior."""
+    center = np.log(prior)
 
     def loss(logs: Floats) -> float:
-        costs = np.exp(logs)
-        errors = np.log(coefficients.us(costs) / us)
-        return float(np.square(errors).sum()) + PRIOR * float(logs[1] - logs[2] - prior) ** 2
+        errors = np.log(coefficients.us(np.exp(logs), bandwidth) / us)
+        return float((weights * errors**2).sum()) + PRIOR * float(((logs - center) ** 2).sum())
 
-    logs = np.log(np.maximum(start, 1e-2))
-    best, reach = loss(logs), 1.0
+    logs, best, reach = center, loss(center), 0.5
     while reach > 1e-3:
         improved = False
         for axis in range(3):
@@ -176,59 +195,87 @@ def fit(coefficients: Coefficients, us: Floats, blocks_per_sm: int) -> Floats:
         if not improved:
             reach /= 2
     costs: Floats = np.exp(logs)
-    return costs
+    return costs, best
 
 
-def fit_all(planner: Planner, rows: list[Row], coefficients: Coefficients) -> npt.NDArray[np.void]:
-    """Costs of every kernel that was measured; zeros, never preferred, for the others."""
-    by_kernel: dict[int, list[int]] = defaultdict(list)
-    for position, row in enumerate(rows):
-        by_kernel[row.kernel].append(position)
-    costs = np.zeros(len(planner.kernels), pack_format.COST)
-    for kernel, positions in by_kernel.items():
-        which = np.array(positions)
-        us = np.array([rows[position].us for position in positions])
-        blocks = planner.occupancy(kernel)
-        costs[kernel] = (*fit(coefficients.select(which), us, blocks), blocks)
-    return costs
+@dataclass
+class Fit:
+    """Costs of every kernel that was timed on some rows; zeros for the others."""
+
+    planner: Planner
+    rows: list[Row]
+    coefficients: Coefficients
+    prior: Floats
+
+    def __post_init__(self) -> None:
+        self.by_kernel: dict[int, list[int]] = defaultdict(list)
+        fastest: dict[Shape, float] = defaultdict(lambda: math.inf)
+        for position, row in enumerate(self.rows):
+            self.by_kernel[row.kernel].append(position)
+            fastest[row.shape] = min(fastest[row.shape], row.us)
+        self.us = np.array([row.us for row in self.rows])
+        # What is near the best decides choices.
+        self.weights = (np.array([fastest[row.shape] for row in self.rows]) / self.us) ** 2
+
+    def at(self, bandwidth: float) -> tuple[npt.NDArray[np.void], float]:
+        """The costs that fit best at a memory bandwidth in GB/s, and the summed error."""
+        costs, error = np.zeros(len(self.planner.kernels), pack_format.COST), 0.0
+        for kernel, positions in self.by_kernel.items():
+            which = np.array(positions)
+            found, loss = fit(
+                self.coefficients.select(which), self.us[which], self.weights[which],
+                self.prior[kernel], bandwidth,
+            )  # fmt: skip
+            costs[kernel] = (*found, self.planner.occupancy(kernel))
+            error += loss
+        return costs, error
+
+    def bandwidth(self) -> float:
+        """The memory bandwidth in GB/s that fits best, from half of the data sheet's figure (or
+        of what was copied, if that is more) to all of it."""
+        device = self.planner.device
+        peak: float = (
+            device.bandwidth_gbps or device.memory_clock_mhz * device.memory_bus_bits / 4000
+        )
+        most = max(float(self.planner.facts["bandwidth_gbps"]), peak)
+        tried = [most * percent / 100 for percent in range(50, 101, 5)]
+        return min(tried, key=lambda bandwidth: self.at(bandwidth)[1])
 
 
 @dataclass(frozen=True)
 class Quality:
     """How near the planner's choices come to the best that was measured."""
 
-    mean: float  # of time chosen / best time
+    mean: float  # of best time / time chosen
     worst: float
     shapes: int
-    unmeasured: int  # choices for which there is no timing
+    untimed: int  # choices for which there is no timing; the likeliest one that has stands in
     error: float  # median of |log(predicted / measured)| over all rows
 
     def __str__(self) -> str:
         return (
-            f"chosen / best: mean {self.mean:.4f}, worst {self.worst:.3f} over {self.shapes} "
-            f"shapes ({self.unmeasured} choices were not timed); "
+            f"best / chosen: mean {self.mean:.4f}, worst {self.worst:.3f} over {self.shapes} "
+            f"shapes ({self.untimed} choices were not timed); "
             f"median prediction error {self.error:.1%}"
         )
 
 
 def quality(planner: Planner, pack: native.Pack, rows: list[Row]) -> Quality:
-    timings: dict[Shape, dict[tuple[int, int], Row]] = defaultdict(dict)
-    for row in rows:
-        timings[row.shape][row.kernel, row.split] = row
-    ratios, unmeasured = [], 0
-    for measured in timings.values():
-        problem = next(iter(measured.values())).problem()
-        region = pack.plan(planner.device, problem).regions[0]
-        mine = measured.get((region.kernel, region.split))
-        if mine is None:
-            unmeasured += 1
-            continue
-        ratios.append(mine.us / min(row.us for row in measured.values()))
-    errors = np.abs(np.log(planner.predict(pack, rows) / np.array([row.us for row in rows])))
-    return Quality(
-        statistics.fmean(ratios) if ratios else math.nan, max(ratios, default=math.nan),
-        len(ratios), unmeasured, float(np.median(errors)),
-    )  # fmt: skip
+    predicted = planner.predict(pack, rows)
+    timings: dict[Shape, list[tuple[float, Row]]] = defaultdict(list)
+    for us, row in zip(predicted, rows, strict=True):
+        timings[row.shape].append((us, row))
+    ratios, untimed = [], 0
+    for timed in timings.values():
+        region = pack.plan(planner.device, timed[0][1].problem()).regions[0]
+        mine = [row for _, row in timed if (row.kernel, row.split) == (region.kernel, region.split)]
+        if not mine:
+            untimed += 1
+            mine = [min(timed, key=lambda pair: pair[0])[1]]
+        ratios.append(min(row.us for _, row in timed) / mine[0].us)
+    errors = np.abs(np.log(predicted / np.array([row.us for row in rows])))
+    return Quality(statistics.fmean(ratios), min(ratios), len(ratios), untimed,
+                   float(np.median(errors)))  # fmt: skip
 
 
 def read_rows(paths: list[Path], planner: Planner) -> list[Row]:
@@ -259,19 +306,24 @@ def main() -> int:
             raise SystemExit(f"the timings were taken with pack {facts['pack_key'][:12]}, and "
                              f"{arguments.pack} is {planner.info.key[:12]}")  # fmt: skip
         rows = read_rows(arguments.timings, planner)
-        coefficients = Coefficients.probe(planner, rows)
-        bandwidth = facts["bandwidth_gbps"]
-        with planner.with_costs(None, bandwidth) as pack:
+        if not rows:
+            raise SystemExit("there are no timings of our kernels in it")
+        whole = Fit(planner, rows, Coefficients.probe(planner, rows), analytic_costs(planner))
+        with planner.without_table() as pack:
             print(f"analytic model: {quality(planner, pack, rows)}")
+        bandwidth = float(f"{whole.bandwidth():.4g}")
+        print(f"memory bandwidth {bandwidth:.0f} GB/s fits best, "
+              f"{facts['bandwidth_gbps']:.0f} GB/s were copied")  # fmt: skip
 
         order = {shape: i for i, shape in enumerate(dict.fromkeys(row.shape for row in rows))}
         kept = np.array([i for i, row in enumerate(rows) if order[row.shape] % 2 == 0])
         held_out = [row for row in rows if order[row.shape] % 2 == 1]
         if held_out:
-            half = fit_all(planner, [rows[i] for i in kept], coefficients.select(kept))
-            with planner.with_costs(half, bandwidth) as pack:
+            half = Fit(planner, [rows[i] for i in kept], whole.coefficients.select(kept),
+                       whole.prior)  # fmt: skip
+            with planner.with_costs(half.at(bandwidth)[0], bandwidth) as pack:
                 print(f"fitted, on shapes held out: {quality(planner, pack, held_out)}")
-        costs = fit_all(planner, rows, coefficients)
+        costs, _ = whole.at(bandwidth)
         with planner.with_costs(costs, bandwidth) as pack:
             print(f"fitted, on its own shapes: {quality(planner, pack, rows)}")
     measured = [

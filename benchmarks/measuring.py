@@ -59,6 +59,11 @@ def rotation(set_bytes: int, l2_bytes: int, most: int = 128) -> int:
     return max(1, min(most, math.ceil(2 * l2_bytes / max(set_bytes, 1)) + 1))
 
 
+def launches_per_sweep(best_us: float, target_us: float = 250.0) -> int:
+    """Launches in a graph of a `Sweep`: few, since recording them takes longer than they run."""
+    return max(4, min(40, math.ceil(target_us / best_us)))
+
+
 def launches_per_graph(floor_us: float, sets: int, target_us: float = 400.0) -> int:
     """Launches that make one replay long against the cost of starting it (about 10 us).
 
@@ -99,6 +104,43 @@ def time_graphs(
             end.synchronize()
             samples[name].append(start.elapsed_time(end) * 1e3 / launches)
     return {name: Timing.of(taken) for name, taken in samples.items()}
+
+
+class Sweep:
+    """Times many candidates of one shape one after the other, each in a short graph.
+
+    L2 is overwritten between replays, so that a set used once in a graph is never in it. A
+    candidate whose first replay takes more than `hopeless` times the best so far is not replayed
+    again.
+    """
+
+    def __init__(
+        self, sets: int, launches: int, flushed_bytes: int, rounds: int, device: str,
+        hopeless: float = 2.5,
+    ) -> None:  # fmt: skip
+        self.sets, self.launches, self.rounds, self.hopeless = sets, launches, rounds, hopeless
+        self._flush = torch.empty(flushed_bytes, dtype=torch.int8, device=device)
+        self._best = math.inf
+
+    def time(self, launch: Launch) -> float:
+        """Median microseconds of a launch over the rounds."""
+        graph = capture(launch, self.sets, self.launches)
+        taken = self._replay(graph, 1)
+        if taken[0] <= self.hopeless * self._best:
+            taken += self._replay(graph, self.rounds - 1)
+        median = statistics.median(taken)
+        self._best = min(self._best, median)
+        return median
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, times: int) -> list[float]:
+        events = [(_event(), _event()) for _ in range(times)]
+        for start, end in events:
+            self._flush.zero_()
+            start.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 / self.launches for start, end in events]
 
 
 def compare_launches(

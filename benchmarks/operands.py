@@ -20,6 +20,11 @@ from moonpoly_ort import native
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 CODES = {"f16": 0, "bf16": 1, "f32": 2}
 PRECISIONS = {"tf32": 0, "ieee": 1}
+# How numbers are held and multiplied, by the names that timings go by.
+NUMBERS = {
+    "f16": ("f16", "tf32"), "bf16": ("bf16", "tf32"), "f32": ("f32", "tf32"),
+    "f32ieee": ("f32", "ieee"),
+}  # fmt: skip
 BIAS_CODES = {"none": 0, "scalar": 1, "row": 1, "column": 1, "matrix": 2}
 # A NaN in every dtype, and no NaN that arithmetic makes: what unwritten memory is recognised by.
 PATTERNS = {"f16": 0x7E5A, "bf16": 0x7FDA, "f32": 0x7FDA5A5A}

@@ -32,7 +32,7 @@ class Cost:
     kernel: str
     fixed_us: float  # one wave without its K loop
     step_us: float  # one K step of a full wave
-    single_step_us: float  # one K step when no SM holds more than one block
+    single_step_us: float  # the same where no SM holds more than one block, or few SMs work
     blocks_per_sm: float
 
 
@@ -46,7 +46,7 @@ class Table:
     sm: int
     sm_count: int
     shared_per_block: int  # bytes
-    bandwidth_gbps: float  # measured copy bandwidth
+    bandwidth_gbps: float  # of the memory, as the timings show it
     launch_us: float  # an empty kernel, back to back on one stream
     triton: str
     cuda: str

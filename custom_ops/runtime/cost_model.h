@@ -4,6 +4,8 @@
 #ifndef MOONPOLY_COST_MODEL_H_
 #define MOONPOLY_COST_MODEL_H_
 
+#include <vector>
+
 #include "moonpoly.h"
 
 namespace moonpoly {
@@ -26,11 +28,14 @@ struct KernelCost {
   bool measured;
   int blocks_per_sm;
   double fixed_us, step_us, single_step_us;
-  double fixup_fixed_us, fixup_slice_us;  // split-K: the last block of a tile adds up the slices
-
-  static KernelCost of(const mp_kernel& kernel, const mp_device& device, const DeviceModel& model,
-                       const mp_cost* measured);
+  double arrive_us, slice_us;  // split-K: the last block of a tile arrives, adds up each slice
 };
+
+// Costs of all kernels of a pack. `measured` has one entry for each, or is null. What it leaves out
+// is derived and brought to the scale of those measured kernels that resemble it most, so that all
+// of them compare; it must then promise a tenth more to be chosen.
+std::vector<KernelCost> kernel_costs(const mp_kernel* kernels, int count, const mp_device& device,
+                                     const DeviceModel& model, const mp_cost* measured);
 
 // What a prediction needs to know of the work: one region of a problem.
 struct Extent {

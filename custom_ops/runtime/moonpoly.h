@@ -66,7 +66,7 @@ typedef struct mp_device {
   int32_t registers_per_sm, threads_per_sm, blocks_per_sm;
   int32_t clock_mhz, memory_clock_mhz, memory_bus_bits;
   int64_t l2_bytes, memory_bytes;
-  double bandwidth_gbps;  // 0: derive from memory clock and bus
+  double bandwidth_gbps;  // the memory's peak; 0: derive from memory clock and bus
 } mp_device;
 
 // ---- the plan ------------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ typedef struct mp_kernel {
 } mp_kernel;
 
 typedef struct mp_cost {  // measured at native occupancy; all zero: not measured, use the analytic model
-  float fixed_us;         // one wave without its K loop: prologue, epilogue
+  float fixed_us;         // one wave without its K loop: prologue, epilogue, split-K: storing a slice
   float step_us;          // one K step of BK of a full wave
-  float single_step_us;   // one K step when no SM holds more than one block
+  float single_step_us;   // one K step when no SM holds more than one block; where none can: when few SMs work
   float blocks_per_sm;
 } mp_cost;
 
@@ -159,7 +159,7 @@ typedef struct mp_table {
   char gpu[64];  // exact device name
   int32_t sm_count;
   int32_t reserved;
-  double bandwidth_gbps;  // measured copy bandwidth
+  double bandwidth_gbps;  // of the memory, as the timings show it
   double launch_us;       // an empty kernel, back to back on one stream
 } mp_table;
 

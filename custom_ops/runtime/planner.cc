@@ -124,11 +124,7 @@ Planner::Planner(const Pack& pack, const mp_device& device)
   const mp_cost* measured = pack.costs_for(device, &table);
   has_table_ = measured != nullptr;
   model_ = DeviceModel(device, table);
-  costs_.reserve(pack.kernel_count());
-  for (int i = 0; i < pack.kernel_count(); ++i) {
-    costs_.push_back(
-        KernelCost::of(pack.kernel(i), device, model_, measured ? measured + i : nullptr));
-  }
+  costs_ = kernel_costs(&pack.kernel(0), pack.kernel_count(), device, model_, measured);
 }
 
 void Planner::consider(int index, const Extent& e, const PlanRequest& request, Choice* best) const {
@@ -139,10 +135,7 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
   const auto offer = [&](int split) {
     if (ceil_div(e.m, k.bm) * ceil_div(e.n, k.bn) * split > kMaxBlocks) return;
     const double us = predict_us(k, cost, model_, e, split);
-    // A measured prediction always beats a derived one: the two are not on one scale.
-    const bool better = best->kernel < 0 || cost.measured > best->measured ||
-                        (cost.measured == best->measured && us < best->us);
-    if (better) *best = Choice{index, split, us, cost.measured};
+    if (best->kernel < 0 || us < best->us) *best = Choice{index, split, us, cost.measured};
   };
   if (!k.split_k) {
     if (request.only_split <= 1) offer(1);

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,11 +91,80 @@ def test_the_costs_behind_timings_are_found(
     rows = fit_costs.read_rows([timings], planner)
     with planner.with_costs(costs, 4300.0) as fitted:
         found = fit_costs.quality(planner, fitted, rows)
-    with planner.with_costs(None, 4300.0) as analytic:
+    with planner.without_table() as analytic:
         before = fit_costs.quality(planner, analytic, rows)
-    assert found.error < 0.01
-    assert found.mean < 1.01
-    assert found.mean < before.mean
+    assert found.error < 0.03
+    assert found.mean > 0.99
+    assert found.mean > before.mean
+
+
+def test_analytic_costs_are_those_behind_the_predictions(pack: Path, tmp_path: Path) -> None:
+    facts = _facts(pack)
+    planner = fit_costs.Planner(pack, facts, tmp_path)
+    costs = np.zeros(len(planner.kernels), pack_format.COST)
+    for name, values in zip(fit_costs.COSTS, fit_costs.analytic_costs(planner).T, strict=True):
+        costs[name] = values
+    costs["blocks_per_sm"] = [planner.occupancy(i) for i in range(len(planner.kernels))]
+    zeros = np.zeros(len(planner.kernels), pack_format.COST)
+    rows = [
+        fit_costs.Row(("f16", "nn", m, n, k), index, 2 if kernel.spec.split_k else 1, 0.0)
+        for m, n, k in SHAPES
+        for index, kernel in enumerate(planner.kernels)
+        if (kernel.spec.trans_a, kernel.spec.trans_b) == (False, False)
+    ]
+    with planner.with_costs(costs, 4300.0) as given, planner.with_costs(zeros, 4300.0) as derived:
+        np.testing.assert_allclose(
+            planner.predict(given, rows), planner.predict(derived, rows), rtol=1e-4
+        )
+
+
+def test_few_timings_leave_the_rest_to_the_analytic_model(pack: Path, tmp_path: Path) -> None:
+    """One timing, twice as long as predicted: the costs move, and none by more than that."""
+    planner = fit_costs.Planner(pack, _facts(pack), tmp_path)
+    prior = fit_costs.analytic_costs(planner)
+    row = fit_costs.Row(("f16", "nn", 300, 768, 768), 0, 1, 0.0)
+    with planner.without_table() as analytic:
+        row = dataclasses.replace(row, us=2 * planner.predict(analytic, [row])[0])
+    rows = [row]
+    fitted = fit_costs.Fit(planner, rows, fit_costs.Coefficients.probe(planner, rows), prior)
+    costs, _ = fitted.at(4300.0)
+    ratios = np.array([costs[name][0] for name in fit_costs.COSTS]) / prior[0]
+    assert ratios.max() > 1.1
+    assert ratios.min() > 0.9
+    assert ratios.max() < 2.2
+    assert not costs["step_us"][1:].any()
+
+
+def test_every_kernel_can_be_timed_on_the_shapes_of_the_oracle(pack: Path, tmp_path: Path) -> None:
+    planner = fit_costs.Planner(pack, _facts(pack), tmp_path)
+    for layout in ("nn", "nt"):
+        wanted = {
+            i for i, k in enumerate(planner.kernels)
+            if "nt"[k.spec.trans_a] + "nt"[k.spec.trans_b] == layout
+        }  # fmt: skip
+        with planner.without_table() as catalog:
+            for shape in bench_kernels.informative():
+                m, n, k = shape.m, shape.n, shape.k
+                for index in sorted(wanted):
+                    split = 2 if planner.kernels[index].spec.split_k else 1
+                    row = fit_costs.Row(("f16", layout, m, n, k), index, split, 0.0)
+                    try:
+                        planner.predict(catalog, [row])
+                    except MoonPolyError:
+                        continue
+                    wanted.discard(index)
+        assert not wanted
+
+
+def test_only_promising_candidates_are_timed() -> None:
+    plan = SimpleNamespace
+    choices: list[Any] = [
+        (0, 1, plan(predicted_us=9.0)), (1, 2, plan(predicted_us=4.0)),
+        (1, 3, plan(predicted_us=3.0)), (1, 4, plan(predicted_us=5.0)),
+        (2, 1, plan(predicted_us=6.0)),
+    ]  # fmt: skip
+    found = bench_kernels.promising(choices, 6.0, splits=2)
+    assert [choice[:2] for choice in found] == [(1, 3), (1, 2), (2, 1)]
 
 
 def test_timings_of_another_pack_are_refused(

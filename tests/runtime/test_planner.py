@@ -235,6 +235,40 @@ def test_measured_costs_are_used_for_the_exact_device(tmp_path: Path) -> None:
         assert not pack.plan(h200(), p).measured
 
 
+def test_a_kernel_without_timings_is_on_the_scale_of_those_with_them(tmp_path: Path) -> None:
+    """Otherwise a table of slow timings, however partial, would send all work to what it lacks."""
+    kernels = [
+        TinyKernel(family=0, dtype=0, bm=128, bn=128, bk=64),
+        TinyKernel(family=0, dtype=0, bm=128, bn=128, bk=64, trans_b=1),
+        TinyKernel(family=1, dtype=0, bm=128, bn=128, bk=64),
+        TinyKernel(family=1, dtype=0, bm=64, bn=64, bk=64),
+    ]
+    none = native.Cost(fixed_us=0, step_us=0, single_step_us=0, blocks_per_sm=0)
+    table = native.Table(gpu=b"NVIDIA H200", sm_count=132, bandwidth_gbps=4e6, launch_us=1.5)
+
+    def us(pack: native.Pack, kernel: int, trans_b: int = 0) -> float:
+        return pack.plan(
+            h200(), problem(128, 128, 6400, trans_b=trans_b), kernel=kernel
+        ).predicted_us
+
+    def costs(times: float) -> native.Cost:
+        return native.Cost(fixed_us=times, step_us=times, single_step_us=times, blocks_per_sm=1)
+
+    def packed(name: str, rows: list[native.Cost]) -> native.Pack:
+        (tmp_path / name).write_bytes(pack_bytes(kernels, tables=[(table, rows)]))
+        return native.Pack(tmp_path / name)
+
+    with packed("zeros", [none] * 4) as derived, packed("one", [costs(50), *[none] * 3]) as one:
+        scale = (us(one, 0) - 1.5) / (us(derived, 0) - 1.5)
+        # Its twin in another layout takes as long, and 10% of caution; so does another family.
+        assert us(one, 1, trans_b=1) - 1.5 == pytest.approx(1.1 * (us(one, 0) - 1.5), rel=1e-3)
+        assert us(one, 2) > 0.5 * scale * us(derived, 2)
+        assert us(one, 3) > 0.5 * scale * us(derived, 3)
+    with packed("two", [costs(50), none, costs(1), none]) as two:
+        # The nearest relatives count, not the average of all that was timed.
+        assert us(two, 3) < us(two, 0) / 10
+
+
 def test_waves_of_a_measured_kernel(tmp_path: Path) -> None:
     with measured_pack(tmp_path / "a.mpk", b"NVIDIA H200", 132) as pack:
 

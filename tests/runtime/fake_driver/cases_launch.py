@@ -201,7 +201,8 @@ def test_context_is_left_as_it_was(pack: native.Pack, launcher: native.Launcher)
 
 def test_driver_failures_name_the_call(pack: native.Pack, launcher: native.Launcher) -> None:
     case = Case(40, 72, 24)
-    plan = pack.plan(native.device_query(1), case.problem)
+    maps = next(i for i, k in enumerate(pack.kernels) if k.family == 0 and k.dtype == 0)
+    plan = pack.plan(native.device_query(1), case.problem, kernel=maps)
     driver.fake_fail_encode(1)
     with pytest.raises(errors.DeviceError, match=r"cuTensorMapEncodeTiled for operand A.*fake"):
         case.run(launcher, pack, plan)
