@@ -244,8 +244,10 @@ class Operands:
         p = self.product
         if p.dtype != "f32" or p.precision != "tf32" or reference.numel() > 64:
             return p.limit
-        magnitudes = replace(self, a=self.a.magnitudes(), b=self.b.magnitudes(), c=None).reference()
         scale = float(reference.nan_to_num(0, 0, 0).norm())
+        if scale == 0:
+            return p.limit
+        magnitudes = replace(self, a=self.a.magnitudes(), b=self.b.magnitudes(), c=None).reference()
         return max(p.limit, 2**-10 * float(magnitudes.nan_to_num(0, 0, 0).norm()) / scale)
 
 
