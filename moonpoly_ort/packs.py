@@ -126,7 +126,6 @@ def build_pack(
     OutputError (`output` cannot be written).
     """
     pack_name(sm)
-    triton = compiling.triton_version()
     target = Path(output)
     try:  # now, not after minutes of compiling
         if target.is_dir():
@@ -134,6 +133,7 @@ def build_pack(
         tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror}") from error
+    triton = compiling.triton_version()
     kernels = compiling.compile_specs(specs(sm), sm, progress=progress)
     try:
         pack_format.write_pack(
