@@ -25,7 +25,7 @@ help:
 	@echo "make clean   remove what was built; keeps $(VENV) and .models"
 
 test: install
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
