@@ -5,6 +5,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 # CPU builds are enough. Installed before the rest, so that nothing pulls in another build.
 TORCH  ?= torch==2.13.0
+# ONNX Runtime for what the machine has: cpu or gpu. They cannot be installed side by side.
+ORT    ?= $(if $(wildcard /dev/nvidia[0-9]*),gpu,cpu)
+DEMO_cpu := cpu
+DEMO_gpu := gpu,tune
 
 BIN     := $(VENV)/bin
 PACKAGE := moonpoly_ort custom_ops graph_passes tuned
@@ -21,9 +25,9 @@ help:
 	@echo "make clean   remove what was built; keeps $(VENV) and .models"
 
 test: install
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-demo: install
+demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
 check: install
@@ -54,10 +58,15 @@ $(VENV)/.torch: | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py $(NATIVE)
-	$(BIN)/python -m pip install --quiet -e ".[cpu,tune,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[$(ORT),tune,dev]"
+	@touch $(VENV)/.demo $@
+
+# What the demo needs, which is much less.
+$(VENV)/.demo: pyproject.toml setup.py $(NATIVE) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[$(DEMO_$(ORT))]"
 	@touch $@
 
 clean:
 	rm -rf build dist *.egg-info moonpoly_ort/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f $(VENV)/.installed
+	rm -f $(VENV)/.installed $(VENV)/.demo
 	find $(PACKAGE) tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

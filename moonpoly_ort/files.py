@@ -18,6 +18,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     Raises `OutputError` where it cannot be written.
     """
     target = Path(path)
+    if target.exists() and not target.is_file():
+        raise OutputError(f"cannot write {target}: it is there already, and is not a file")
     aside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with open(aside, "wb") as file:

@@ -237,7 +237,7 @@ def _stage_data(staging: _Staging, data: Path, copy: Path, target: Path, overwri
         if not overwrite:
             raise OutputError(
                 f"{str(copy)!r} exists and differs from the model's data file of that name. Choose "
-                "an empty folder, or pass overwrite=True to replace it."
+                "an empty folder, or say overwrite=True (--overwrite) to replace it."
             )
     with open(data, "rb") as reader, staging.open(copy) as writer:
         _copy_sparse(reader, writer)
@@ -309,6 +309,11 @@ def _refuse_target(target: Path, source: Source, data_files: dict[str, Path]) ->
         )
     if target.is_dir() or not target.name:
         raise OutputError(f"The output {str(target)!r} is a folder; a file name is needed.")
+    if target.exists() and not target.is_file():
+        raise OutputError(
+            f"The output {str(target)!r} is a device or a pipe, which a file would replace. Choose "
+            "the name of a file."
+        )
     if source.path is not None and _same_file(target, source.path):
         raise OutputError(
             f"The output {str(target)!r} is the input itself. Choose another name; the original is "

@@ -6,6 +6,7 @@ path = packs.catalog(90)          # the kernel list without code: plans, no GPU,
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from platformdirs import user_cache_dir
 
 from .custom_ops.kernels import compiling, pack_format
 from .custom_ops.kernels.spec import SHARED_LIMIT, specs
-from .errors import DeviceError, MissingDependencyError, PackError
+from .errors import DeviceError, MissingDependencyError, OutputError, PackError
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import CostTable, PackInfo
@@ -121,21 +122,25 @@ def build_pack(
 
     `tables` are measured costs, one row per kernel in the order of `specs(sm)`. `progress` is
     called with (kernels done, kernels in all, name). No GPU is needed. Raises DeviceError
-    (unsupported `sm`), MissingDependencyError (no Triton), PackError (a kernel does not compile,
-    `output` cannot be written).
+    (unsupported `sm`), MissingDependencyError (no Triton), PackError (a kernel does not compile),
+    OutputError (`output` cannot be written).
     """
     pack_name(sm)
-    triton = compiling.triton_version()
     target = Path(output)
-    if not target.parent.is_dir():
-        raise PackError(f"cannot write {target}: the folder {target.parent} does not exist")
+    try:  # now, not after minutes of compiling
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise OutputError(f"cannot write {target}: {error.strerror}") from error
+    triton = compiling.triton_version()
     kernels = compiling.compile_specs(specs(sm), sm, progress=progress)
     try:
         pack_format.write_pack(
             target, sm, kernels, tables, key=compiling.content_key(sm, triton), triton=triton
         )
     except OSError as error:
-        raise PackError(f"cannot write the kernel pack {target}: {error.strerror}") from error
+        raise OutputError(f"cannot write {target}: {error.strerror}") from error
     return target
 
 

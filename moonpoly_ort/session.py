@@ -32,6 +32,7 @@ Precision = Literal["tf32", "ieee"]
 CUDA = "CUDAExecutionProvider"
 INTERPRETED_SM = 90  # the richest kernel list
 FOLDER = "session.model_external_initializers_file_folder_path"
+FORMAT = "session.load_model_format"
 
 log = logging.getLogger("moonpoly_ort")
 
@@ -91,9 +92,15 @@ def register(
         Whether the library is registered now.
 
     Raises:
+        ArgumentError: `session_options` are not options, or an argument is not accepted.
         RegistrationError: it is registered on these options already.
         DeviceError, PackError, MissingDependencyError, NativeLibraryError: it cannot run here.
     """
+    if not isinstance(session_options, ort.SessionOptions):
+        raise ArgumentError(
+            f"session_options is a {type(session_options).__name__}; an onnxruntime.SessionOptions "
+            "is needed"
+        )
     wanted = _resolve(backend, precision, pack, device_id)
     if wanted is None:
         return False
@@ -262,7 +269,7 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
 
     def _start(self, providers: Any, provider_options: Any) -> None:
         _, _, backend, precision, _, pack, _ = self._request
-        device_id = _cuda_device(providers, provider_options)
+        device_id = _cuda_device(providers, provider_options, self._request.options)
         if backend == "cuda" and device_id is None:
             raise ArgumentError(
                 f"backend='cuda' needs {CUDA!r} among the providers, not {providers!r}"
@@ -299,10 +306,10 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
             # elsewhere.
             untouched = registration is None and options in _registered
             model, folder, self.moonpoly_report = source, None, None
-            if self._request.rewrite and not untouched and not _is_ort_format(source):
+            if self._request.rewrite and not untouched and not _is_ort_format(source, options):
                 model, folder, self.moonpoly_report = _rewritten(source)
             try:
-                with _external_data_in(options, folder):
+                with _external_data_in(options, folder, restore=given is not None):
                     super().__init__(
                         model, options, providers, provider_options, **self._request.kwargs
                     )
@@ -315,17 +322,20 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
                     ) from error
                 raise
         self.moonpoly_backend = registration.backend if registration else "onnxruntime"
-        if model is not source:
-            self._model_bytes = None  # the base class keeps it for set_providers, which is ours
+        if model is not source:  # the base class keeps it for set_providers, which is ours
+            self._model_bytes = None
+            self._model_path = None if isinstance(source, bytes) else os.fspath(source)
 
 
-def _cuda_device(providers: Any, provider_options: Any) -> int | None:
+def _cuda_device(providers: Any, provider_options: Any, options: Any) -> int | None:
     """The device id asked of the CUDA provider, None where that provider is not asked for."""
+    if not providers and not (options is not None and options.has_providers()):
+        providers = ort.get_available_providers()  # ONNX Runtime's default
     for i, entry in enumerate(providers or ()):
         name, own = entry if isinstance(entry, tuple) else (entry, None)
         if name == CUDA:
-            options = own or (provider_options[i] if provider_options else {})
-            return int(options.get("device_id", 0))
+            settings = own or (provider_options[i] if provider_options else {})
+            return int(settings.get("device_id", 0))
     return None
 
 
@@ -334,8 +344,10 @@ def _no_kernel(error: Exception) -> bool:
     return type(error).__name__ == "NotImplemented" and "moonpoly" in str(error)
 
 
-def _is_ort_format(source: str | bytes | os.PathLike[str]) -> bool:
+def _is_ort_format(source: str | bytes | os.PathLike[str], options: Any) -> bool:
     """Models in ONNX Runtime's own format are optimized for good; they are run as they are."""
+    if named := _config_entry(options, FORMAT):
+        return named == "ORT"
     if isinstance(source, bytes):
         return source[4:8] == b"ORTM"
     return os.fspath(source).endswith(".ort")
@@ -361,17 +373,26 @@ def _rewritten(
 
 
 @contextmanager
-def _external_data_in(options: Any, folder: Path | None) -> Iterator[None]:
-    """Lets a model given as bytes find its external data; the caller's own setting is put back."""
+def _external_data_in(options: Any, folder: Path | None, *, restore: bool) -> Iterator[None]:
+    """Lets a model given as bytes find its external data; the caller's own setting is put back.
+
+    Without `restore` it is not: ONNX Runtime warns of each entry that is set again.
+    """
     if folder is None:
         yield
         return
-    try:
-        before = options.get_session_config_entry(FOLDER)
-    except RuntimeError:  # not set, which an empty value equals
-        before = ""
+    before = _config_entry(options, FOLDER)
     options.add_session_config_entry(FOLDER, str(folder))
     try:
         yield
     finally:
-        options.add_session_config_entry(FOLDER, before)
+        if restore:
+            options.add_session_config_entry(FOLDER, before)
+
+
+def _config_entry(options: Any, key: str) -> str:
+    """A session config entry; empty where it is not set, which means the same."""
+    try:
+        return str(options.get_session_config_entry(key))
+    except RuntimeError:
+        return ""

@@ -7,6 +7,7 @@ pack without cubins: it can plan, not launch.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from moonpoly_ort.errors import PackError
 from .spec import Dtype, Family, KernelSpec, Precision, name
 
 Code = TypeVar("Code")
+Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 MAGIC = b"MOONPACK"
 VERSION = 1
@@ -291,6 +293,19 @@ def _open(path: str | os.PathLike[str]) -> tuple[memoryview, Any]:
     return data, header
 
 
+def _refusing_nonsense(read: Reader) -> Reader:
+    """Turns what fails on impossible values into a PackError: no checksum covers the header."""
+
+    @functools.wraps(read)
+    def checked(path: str | os.PathLike[str], **options: Any) -> Any:
+        try:
+            return read(path, **options)
+        except (ValueError, StopIteration) as error:
+            raise _fault(path, f"holds impossible values, so it is corrupt ({error})") from error
+
+    return cast(Reader, checked)
+
+
 def _info(header: Any) -> PackInfo:
     return PackInfo(
         sm=int(header["sm"]),
@@ -301,6 +316,7 @@ def _info(header: Any) -> PackInfo:
     )
 
 
+@_refusing_nonsense
 def read_info(path: str | os.PathLike[str], *, verify: bool = True) -> PackInfo:
     """A pack's identity. Raises PackError for a file that is missing, no pack, of another version,
     truncated or, with `verify`, corrupt.
@@ -330,6 +346,7 @@ def _decoded(codes: Mapping[Code, int], code: object) -> Code:
     return next(value for value, known in codes.items() if known == code)
 
 
+@_refusing_nonsense
 def read_tables(path: str | os.PathLike[str]) -> list[CostTable]:
     """The cost tables of a pack, without its code. The content is not verified."""
     data, header = _open(path)
@@ -351,6 +368,7 @@ def read_tables(path: str | os.PathLike[str]) -> list[CostTable]:
     return tables
 
 
+@_refusing_nonsense
 def read_pack(path: str | os.PathLike[str]) -> Pack:
     """Everything in a pack. Raises PackError as `read_info` does."""
     info = read_info(path)

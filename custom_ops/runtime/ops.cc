@@ -145,8 +145,7 @@ void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Pl
   if (planner.has_table() || warned.exchange(true)) return;
   const std::string text = std::string("MoonPoly has no measured table for the GPU ") +
                            planner.device().name +
-                           "; kernels are chosen by an analytic model. Run `moonpoly tune` on this "
-                           "machine to measure them.";
+                           "; kernels are chosen by an analytic model, which is less exact.";
   ort.warn(info, text);
 }
 

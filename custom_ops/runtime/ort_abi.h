@@ -84,7 +84,10 @@ struct OrtApi {
   OrtFn unused_100[25];
   OrtStatus* (*GetAvailableProviders)(char*** names, int* count);
   OrtStatus* (*ReleaseAvailableProviders)(char** names, int count);
-  OrtFn unused_127[5];
+  OrtFn unused_127[3];
+  OrtStatus* (*AddSessionConfigEntry)(OrtSessionOptions* options, const char* key,
+                                      const char* value);
+  OrtFn unused_131;
   void (*ReleaseAllocator)(OrtAllocator* allocator);
   OrtFn unused_133[60];
   OrtStatus* (*KernelContext_GetGPUComputeStream)(const OrtKernelContext* context, void** out);
@@ -135,6 +138,7 @@ MOONPOLY_SLOT(KernelContext_GetOutput, 91);
 MOONPOLY_SLOT(ReleaseStatus, 93);
 MOONPOLY_SLOT(ReleaseTensorTypeAndShapeInfo, 99);
 MOONPOLY_SLOT(GetAvailableProviders, 125);
+MOONPOLY_SLOT(AddSessionConfigEntry, 130);
 MOONPOLY_SLOT(ReleaseAllocator, 132);
 MOONPOLY_SLOT(KernelContext_GetGPUComputeStream, 193);
 MOONPOLY_SLOT(HasSessionConfigEntry, 237);

@@ -17,6 +17,10 @@
 namespace moonpoly {
 namespace {
 
+// Marks session options on which the ops are registered. ONNX Runtime itself notices a second time
+// only when a session is created, and then says nothing of the library.
+constexpr char kRegistered[] = "moonpoly.registered";
+
 std::string config_entry(const Ort& ort, const OrtSessionOptions* options, const char* key) {
   int has = 0;
   ort(ort->HasSessionConfigEntry(options, key, &has));
@@ -159,8 +163,14 @@ extern "C" __attribute__((visibility("default"))) moonpoly::OrtStatus* RegisterC
   }
   return guarded(api, [&] {
     const Ort ort(api);
+    if (!config_entry(ort, options, kRegistered).empty()) {
+      fail(MP_INVALID,
+           "the library is registered on these session options already; register it once, or use "
+           "new session options");
+    }
     Settings settings = read_settings(ort, options);
     if (!resolve_backend(ort, &settings)) return;
     ort(ort->AddCustomOpDomain(options, domain_for(ort, settings)));
+    ort(ort->AddSessionConfigEntry(options, kRegistered, "1"));
   });
 }

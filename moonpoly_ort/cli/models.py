@@ -62,6 +62,12 @@ def rewrite(
     ] = False,
     as_json: AsJson = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report, write nothing.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace data files in OUT's folder that have other content."
+        ),
+    ] = False,
 ) -> None:
     """Replace MatMul and Gemm nodes by MoonPoly's ops. The result runs in any ONNX Runtime."""
     from ..rewriting import list_rules as all_rules
@@ -73,7 +79,12 @@ def rewrite(
     if unknown := sorted({*(rules or ()), *(disable or ())} - set(known)):
         raise typer.BadParameter(f"no rule {unknown[0]!r}; the rules are {', '.join(known)}")
     result = rewrite_model(
-        source, target, static=static, rules=rules or None, disable=disable or ()
+        source,
+        target,
+        static=static,
+        rules=rules or None,
+        disable=disable or (),
+        overwrite=overwrite,
     )
     entries = list(result.report)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -23,10 +23,15 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=2))
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> Table:
     """A table whose numbers are right-aligned and whose cells are taken literally."""
     result = Table(
-        title=title or None, title_justify="left", header_style="bold", box=None, pad_edge=False
+        title=title or None,
+        title_justify="left",
+        header_style="bold",
+        show_header=any(columns),
+        box=None,
+        pad_edge=False,
     )
     cells = [list(row) for row in rows]
     for i, column in enumerate(columns):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,22 @@ class TestBadInput:
         fails(4, "run", model, "--dim", "batch=1", "--outputs", tmp_path / "nowhere" / "out.npz")
         (tmp_path / "file").write_text("")
         fails(4, "pack", "--arch", "sm_90", "--output", tmp_path / "file" / "packs")
+        (tmp_path / "packs" / "sm_90.mpk").mkdir(parents=True)
+        fails(4, "pack", "--arch", "sm_90", "--output", tmp_path / "packs")
+
+    def test_what_is_no_file_is_not_replaced_by_one(self, model: Path, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        fails(4, "rewrite", model, tmp_path / "pipe")
+        fails(4, "run", model, "--dim", "batch=1", "--outputs", tmp_path / "pipe")
+        assert (tmp_path / "pipe").is_fifo()
+
+    def test_a_data_file_of_another_model(self, external_model: Path, tmp_path: Path) -> None:
+        (tmp_path / "mlp.data").write_bytes(b"precious")
+        assert "--overwrite" in fails(4, "rewrite", external_model, tmp_path / "new.onnx")
+        assert (tmp_path / "mlp.data").read_bytes() == b"precious"
+        assert (
+            moonpoly("rewrite", external_model, tmp_path / "new.onnx", "--overwrite").exit_code == 0
+        )
 
     def test_packs_that_cannot_be_used(self, model: Path, tmp_path: Path) -> None:
         good = packs.catalog(90).read_bytes()

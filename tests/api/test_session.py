@@ -150,6 +150,10 @@ def test_onnxruntimes_own_format_is_run_as_it_is(model: Path, x, tmp_path: Path)
         session = InferenceSession(source, providers=CPU)
         assert session.moonpoly_report is None
         np.testing.assert_array_equal(result(session, x), expected(model, x))
+    unnamed = (tmp_path / "mlp.ort").rename(tmp_path / "mlp")
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.load_model_format", "ORT")
+    assert InferenceSession(unnamed, options, providers=CPU).moonpoly_report is None
 
 
 def test_a_cpu_session_says_once_what_runs_it(model: Path, caplog) -> None:
@@ -161,12 +165,32 @@ def test_a_cpu_session_says_once_what_runs_it(model: Path, caplog) -> None:
     ]
 
 
+def test_without_a_choice_of_providers_it_takes_what_onnxruntime_has(
+    model: Path, caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *CPU])
+    monkeypatch.setattr(native, "device_count", lambda: 0)
+    InferenceSession(model)
+    assert "there is no GPU 0" in caplog.text  # so it was CUDA that was looked for
+
+
+def test_keeps_the_path_as_the_base_class_does(model: Path) -> None:
+    assert InferenceSession(model, providers=CPU)._model_path == os.fspath(model)
+    assert InferenceSession(model.read_bytes(), providers=CPU)._model_path is None
+
+
 @pytest.mark.parametrize("wrong", [{"backend": "gpu"}, {"precision": "fp8"}])
 def test_a_wrong_choice_names_the_accepted_ones(model: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(ArgumentError, match=r"accepted: '(auto|tf32)'"):
         InferenceSession(model, providers=CPU, **wrong)
     with pytest.raises(ArgumentError, match=r"accepted: '(auto|tf32)'"):
         register(ort.SessionOptions(), **wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "options"])
+def test_registers_on_session_options_alone(wrong: object) -> None:
+    with pytest.raises(ArgumentError, match="SessionOptions is needed"):
+        register(wrong)
 
 
 def test_backend_cuda_needs_the_provider(model: Path) -> None:
@@ -234,7 +258,7 @@ class TestInterpreter:
         options.add_session_config_entry("moonpoly.backend", "interpreter")
         options.add_session_config_entry("moonpoly.pack", os.fspath(packs.catalog(90)))
         options.register_custom_ops_library(os.fspath(moonpoly_ort.library_path()))
-        with pytest.raises(Exception, match=r"(?i)already"):
+        with pytest.raises(RegistrationError, match="registered on these session options already"):
             InferenceSession(model, options, providers=CPU, backend="interpreter")
 
 

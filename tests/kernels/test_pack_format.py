@@ -100,6 +100,7 @@ def _patch(offset: int, value: bytes) -> Callable[[bytes], bytes]:
         (_patch(HEADER.itemsize + 5, b"\xff"), "corrupt"),
         (_patch(-1000, b"\xff"), "corrupt"),
         (_patch(24, b"\xff"), "corrupt"),
+        (_patch(HEADER.fields["key"][1], b"\xff"), "corrupt"),
     ],
 )
 def test_a_damaged_pack_is_refused(
@@ -111,6 +112,13 @@ def test_a_damaged_pack_is_refused(
             read(pack)
         assert str(pack) in str(caught.value)
         assert "moonpoly pack" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["kernel_count", "kernels_offset", "params_offset"])
+def test_a_header_that_says_the_impossible_is_refused(pack: Path, field: str) -> None:
+    pack.write_bytes(_patch(HEADER.fields[field][1], b"\xff\xff\xff\x7f")(pack.read_bytes()))
+    with pytest.raises(PackError, match="impossible values"):
+        read_pack(pack)
 
 
 def test_a_missing_pack_is_named(tmp_path: Path) -> None:

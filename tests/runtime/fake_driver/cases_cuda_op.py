@@ -243,8 +243,17 @@ def test_ops_are_registered_for_cuda_in_every_dtype(pack_path: Path) -> None:
     for name in ("MatMul", "Gemm"):
         for dtype in native.Dtype:
             assert ort.provider(ort.op(name, dtype)) == b"CUDAExecutionProvider"
+    del ort.config["moonpoly.registered"]  # as in new session options
     ort.register()
     assert len(ort.ops) == 6  # sessions with equal settings share the domain
+
+
+def test_registering_twice_on_the_same_options_is_refused(pack_path: Path) -> None:
+    ort = FakeOrt({"moonpoly.pack": str(pack_path)})
+    ort.register()
+    with pytest.raises(RuntimeError, match="on these session options already"):
+        ort.register()
+    assert ort.live["status"] == 0
 
 
 def test_warns_once_of_a_gpu_without_a_table(pack_path: Path) -> None:
@@ -253,7 +262,7 @@ def test_warns_once_of_a_gpu_without_a_table(pack_path: Path) -> None:
     every = [text for ort in FakeOrt.everyone for text in ort.warnings]
     assert len(every) == 1
     assert "GPU" in every[0]
-    assert "moonpoly tune" in every[0]
+    assert "analytic model" in every[0]
 
 
 def test_old_onnx_runtime_is_refused_naming_both(pack_path: Path) -> None:

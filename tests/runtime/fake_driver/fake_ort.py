@@ -216,6 +216,10 @@ class FakeOrt:
                 _bytes(value, text)
             c_size_t.from_address(size).value = len(text)
 
+        @slot(130, c_void_p, c_char_p, c_char_p)
+        def _(options: int, key: bytes, value: bytes) -> None:
+            self.config[key.decode()] = value.decode()
+
         @slot(244, c_void_p, c_void_p, c_void_p)
         def _(info: int, name: int | None, size: int) -> None:
             if name:
