@@ -162,7 +162,7 @@ class KernelRecord(_Struct):
             )
         ),
         ("desc", DescShape * 3),
-        ("reserved", c_int32),
+        ("dependent_launch", c_int32),
         ("cubin_offset", c_int64),
         ("cubin_bytes", c_int64),
     ]  # fmt: skip

@@ -26,6 +26,7 @@ from .spec import (
     Family,
     KernelSpec,
     Precision,
+    allows_dependent_launch,
     estimated_resources,
     is_wide,
     left_is_k_major,
@@ -204,7 +205,10 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     from triton.compiler import ASTSource
 
     function = loading.kernel(spec.family)
-    constants = loading.constants(spec, rounded=_rounded(spec, sm))
+    dependent_launch = allows_dependent_launch(sm)
+    constants = loading.constants(
+        spec, rounded=_rounded(spec, sm), dependent_launch=dependent_launch
+    )
     arguments = function.arg_names
     source = ASTSource(
         function,
@@ -247,6 +251,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
         launch_params(spec.family),
         descriptors,
         frame,
+        dependent_launch,
     )
 
 
@@ -284,6 +289,14 @@ def catalog_kernels(sm: int) -> list[PackedKernel]:
     for spec in specs(sm):
         shared, registers = estimated_resources(spec, sm)
         kernels.append(
-            PackedKernel(spec, str(spec.family), b"", shared, registers, launch_params(spec.family))
+            PackedKernel(
+                spec,
+                str(spec.family),
+                b"",
+                shared,
+                registers,
+                launch_params(spec.family),
+                dependent_launch=allows_dependent_launch(sm),
+            )
         )
     return kernels

@@ -65,7 +65,8 @@ KERNEL = np.dtype([
         "group_m", "split_k", "swap", "bias_matrix", "align_a", "align_b", "align_c",
         "shared_bytes", "registers", "param_offset", "param_count",
     )),
-    ("desc", DESC_SHAPE, 3), ("reserved", "<i4"), ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
+    ("desc", DESC_SHAPE, 3), ("dependent_launch", "<i4"),
+    ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
 ])  # fmt: skip
 COST = np.dtype([
     ("fixed_us", "<f4"), ("step_us", "<f4"), ("single_step_us", "<f4"), ("blocks_per_sm", "<f4"),
@@ -100,6 +101,7 @@ class PackedKernel:
     params: tuple[Param, ...]
     descriptors: tuple[Descriptor, ...] = ()  # A, B, Y; empty for the pointer family
     local_bytes: int = field(default=0, compare=False)  # spilled, per thread; not stored
+    dependent_launch: bool = False  # it waits for the kernel in front of it by itself
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ def encode(
             row[attribute] = getattr(spec, attribute)
         row["shared_bytes"] = kernel.shared_bytes
         row["registers"] = kernel.registers
+        row["dependent_launch"] = kernel.dependent_launch
         row["param_offset"] = param_offset
         row["param_count"] = len(kernel.params)
         for slot, descriptor in zip(row["desc"], kernel.descriptors, strict=False):
@@ -397,6 +400,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                 )
                 if spec.family is Family.GEMM_TMA
                 else (),
+                dependent_launch=bool(row["dependent_launch"]),
             )
         )
     return Pack(info, kernels, read_tables(path))

@@ -121,6 +121,11 @@ def legal(spec: KernelSpec, sm: int) -> bool:
     return why_illegal(spec, sm) is None
 
 
+def allows_dependent_launch(sm: int) -> bool:
+    """Whether kernels for an architecture are launched before the one in front has ended."""
+    return sm >= 90
+
+
 def accepts(
     spec: KernelSpec, *, dtype: Dtype, k: int, precision: Precision = Precision.TF32,
     trans_a: bool = False, trans_b: bool = False, bias_matrix: bool = False,

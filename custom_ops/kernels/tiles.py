@@ -9,9 +9,21 @@ only, compiled, so none is used.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The interpreter multiplies the bit patterns of bf16, not their values; widening first is exact.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def await_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr):
+    """Programmatic dependent launch (sm_90 and up): the next kernel of the stream may be placed on
+    the SMs as soon as all blocks of this one run, and each waits here, before it touches memory,
+    until the kernel in front of it is complete. That hides about 1 us of launch latency a kernel.
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

@@ -60,6 +60,7 @@ struct LoadedDriver {
     find(api.ModuleGetFunction, "cuModuleGetFunction");
     find(api.FuncSetAttribute, "cuFuncSetAttribute");
     find(api.LaunchKernel, "cuLaunchKernel");
+    find(api.LaunchKernelEx, "cuLaunchKernelEx", false);
     find(api.MemAlloc, "cuMemAlloc_v2");
     find(api.MemFree, "cuMemFree_v2");
     find(api.MemsetD32, "cuMemsetD32_v2");

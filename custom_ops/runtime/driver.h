@@ -33,6 +33,22 @@ enum : int {
 enum : int { CU_TENSOR_MAP_L2_PROMOTION_128B = 2 };
 enum : int { CU_FUNC_MAX_DYNAMIC_SHARED = 8 };
 enum : int { CU_STREAM_CAPTURE_NONE = 0 };
+enum : int { CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+
+struct CUlaunchAttribute {
+  int id;
+  int padding;
+  union {
+    char bytes[64];
+    int allowed;
+  } value;
+};
+struct CUlaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared;
+  CUstream stream;
+  const CUlaunchAttribute* attributes;
+  unsigned attribute_count;
+};
 
 struct Driver {
   CUresult (*Init)(unsigned flags);
@@ -53,6 +69,9 @@ struct Driver {
   CUresult (*LaunchKernel)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                            unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
                            CUstream stream, void** params, void** extra);
+  // Absent before CUDA 11.8; launches a kernel before the one in front of it has ended.
+  CUresult (*LaunchKernelEx)(const CUlaunchConfig* config, CUfunction function, void** params,
+                             void** extra);
   CUresult (*MemAlloc)(CUdeviceptr* pointer, size_t bytes);
   CUresult (*MemFree)(CUdeviceptr pointer);
   CUresult (*MemsetD32)(CUdeviceptr pointer, unsigned value, size_t count);

@@ -118,6 +118,22 @@ class Arguments {
   int count_ = 0;
 };
 
+CUresult enqueue(CUfunction function, const mp_kernel& k, unsigned grid, CUstream stream,
+                 void** arguments) {
+  const Driver& api = driver();
+  const unsigned threads = 32 * k.warps;
+  if (!k.dependent_launch || !api.LaunchKernelEx) {
+    return api.LaunchKernel(function, grid, 1, 1, threads, 1, 1, k.shared_bytes, stream, arguments,
+                            nullptr);
+  }
+  CUlaunchAttribute early{};
+  early.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  early.value.allowed = 1;
+  const CUlaunchConfig config{
+      grid, 1, 1, threads, 1, 1, static_cast<unsigned>(k.shared_bytes), stream, &early, 1};
+  return api.LaunchKernelEx(&config, function, arguments, nullptr);
+}
+
 }  // namespace
 
 TensorMapCache::~TensorMapCache() {
@@ -351,8 +367,7 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
       }
     }
     const CUresult result =
-        driver().LaunchKernel(functions_[r.kernel], static_cast<unsigned>(r.grid), 1, 1,
-                              32 * k.warps, 1, 1, k.shared_bytes, stream, args.data(), nullptr);
+        enqueue(functions_[r.kernel], k, static_cast<unsigned>(r.grid), stream, args.data());
     if (result) check(result, (std::string("cuLaunchKernel of ") + k.name).c_str());
     stats().launches.fetch_add(1, std::memory_order_relaxed);
   }

@@ -144,7 +144,9 @@ typedef struct mp_kernel {
   int32_t registers;          // per thread; from the compiled code, or an estimate in a catalog
   int32_t param_offset, param_count;  // into the param list, in int32
   mp_desc_shape desc[3];      // A, B, Y; zeros when unused
-  int32_t reserved;
+  // 1: compiled for programmatic dependent launch (sm_90 and up): it waits for the kernel in front
+  // of it on the stream by itself, before it touches memory, so it may be launched early.
+  int32_t dependent_launch;
   int64_t cubin_offset, cubin_bytes;  // from the start of the file
 } mp_kernel;
 

@@ -69,6 +69,7 @@ class TinyKernel:
         record.registers = 128
         record.param_offset, record.param_count = param_offset, len(params)
         if self.family == native.Family.GEMM_TMA:
+            record.dependent_launch = 1
             boxes = ((self.bm, self.bk), (self.bk, self.bn), (self.bm, self.bn))
             for shape, (rows, columns) in zip(record.desc, boxes, strict=True):
                 shape.box[:] = (1, rows, min(columns, 128 // self.element_bytes))

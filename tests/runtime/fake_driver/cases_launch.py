@@ -86,10 +86,12 @@ class Case:
         )  # fmt: skip
         done = launches()
         assert len(done) == plan.region_count
-        for launch, region in zip(done, plan.regions, strict=True):
+        for i, (launch, region) in enumerate(zip(done, plan.regions, strict=True)):
+            kernel = pack.kernels[region.kernel]
+            assert driver.fake_launched_early(i) == kernel.dependent_launch
             assert launch.grid == region.grid
             assert launch.stream == 0x77
-            execute(launch, pack.kernels[region.kernel])
+            execute(launch, kernel)
         np.testing.assert_allclose(
             self.y.array.astype(np.float64), self.expected, rtol=1e-2, atol=1e-2
         )

@@ -25,6 +25,7 @@ struct Launch {
   uint32_t grid, block, shared;
   uint64_t stream;
   std::vector<std::string> arguments;
+  bool early = false;  // may run before the kernel in front of it has ended
 };
 std::vector<Launch> launches;
 
@@ -144,6 +145,24 @@ EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz,
   launches.push_back(std::move(launch));
   return 0;
 }
+struct LaunchConfig {  // as cuda.h lays CUlaunchConfig and its attributes out
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  const struct {
+    int id;
+    char padding[4];
+    int value[16];
+  }* attributes;
+  unsigned attribute_count;
+};
+EXPORT int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** params, void** extra) {
+  if (c->attribute_count != 1 || c->attributes->id != 6) return kInvalidValue;
+  const int result = cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0],
+                                    c->block[1], c->block[2], c->shared, c->stream, params, extra);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (result == 0) launches.back().early = c->attributes->value[0] != 0;
+  return result;
+}
 EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   if (contexts.empty()) return 201;
   void* memory = std::malloc(bytes);
@@ -207,6 +226,7 @@ EXPORT int fake_context_depth() { return static_cast<int>(contexts.size()); }
 EXPORT int fake_modules() { return modules; }
 EXPORT int fake_functions_loaded() { return functions_loaded; }
 EXPORT void fake_reset() { launches.clear(), memsets.clear(); }
+EXPORT int fake_launched_early(int i) { return launches[i].early; }
 EXPORT int fake_launches() { return static_cast<int>(launches.size()); }
 EXPORT void fake_launch(int i, uint64_t out[4]) {
   const Launch& l = launches[i];
