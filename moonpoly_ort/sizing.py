@@ -22,6 +22,7 @@ from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto, helper, inli
 
 from . import dependencies
 from .errors import InputError
+from .graph_passes.skeleton import skeleton
 
 Shape = tuple[int, ...]
 # What a user gives: a size for a symbolic dimension, or a shape or the very values for an input.
@@ -178,6 +179,20 @@ def node_shapes(model: ModelProto, sizes: Sizes, folder: Path | None = None) -> 
     do not fit the model.
     """
     shapes = input_shapes(model, sizes)
+    flat = _flat(skeleton(model), shapes)  # inference copies a model more than once
+    result = NodeShapes()
+    try:
+        inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
+    except (onnx.shape_inference.InferenceError, ValueError):
+        inferred = flat  # nothing is known then, and the run below gives the shapes
+    _read_inference(inferred.graph, {}, result)
+    if result.why:
+        _read_run(_flat(model, shapes), feeds(model, sizes), folder, result)
+    return result
+
+
+def _flat(model: ModelProto, shapes: Mapping[str, Shape]) -> ModelProto:
+    """A copy with inputs of these shapes and without functions."""
     flat = ModelProto()
     flat.CopyFrom(model)
     if flat.functions:
@@ -191,15 +206,7 @@ def node_shapes(model: ModelProto, sizes: Sizes, folder: Path | None = None) -> 
             )
     for graph in _graphs(flat.graph):
         del graph.value_info[:]  # symbolic names of the export, useless or wrong at these sizes
-    result = NodeShapes()
-    try:
-        inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
-    except (onnx.shape_inference.InferenceError, ValueError):
-        inferred = flat  # nothing is known then, and the run below gives the shapes
-    _read_inference(inferred.graph, {}, result)
-    if result.why:
-        _read_run(flat, feeds(model, sizes), folder, result)
-    return result
+    return flat
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from conftest import mlp
 from onnx import parser
+from small_models import mlp
 
 import moonpoly_ort
 from moonpoly_ort import (

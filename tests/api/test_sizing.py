@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from conftest import mlp
 from onnx import parser
+from small_models import mlp
 
 from moonpoly_ort import InputError
 from moonpoly_ort.sizing import all_nodes, feeds, input_shapes, mark, node_shapes
