@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from moonpoly_ort.errors import MissingDependencyError, PackError
 
@@ -40,6 +41,9 @@ SOURCES = ("tiles.py", "gemm_tma.py", "gemm_pointer.py", "compiling.py")
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
 _LOCK = threading.Lock()
+# Held while Triton parses kernel sources. CPython 3.11 counts the depth of `ast.parse` for all
+# threads together, so that parsing in two of them can fail with "recursion depth mismatch".
+_PARSING = threading.Lock()
 _builds = 0  # threads inside _knobs
 _scope = ExitStack()
 
@@ -210,12 +214,21 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
         spec, rounded=_rounded(spec, sm), dependent_launch=dependent_launch
     )
     arguments = function.arg_names
+    with _PARSING:
+        function.cache_key  # noqa: B018 - computed once, by parsing
     source = ASTSource(
         function,
         {**_signature(spec), **dict.fromkeys(constants, "constexpr")},
         constants,
         {(arguments.index(a),): [["tt.divisibility", d]] for a, d in _divisors(spec).items()},
     )
+    make_ir = source.make_ir
+
+    def make_ir_alone(*args: Any) -> Any:
+        with _PARSING:
+            return make_ir(*args)
+
+    source.make_ir = make_ir_alone
     with _knobs():
         try:
             compiled = triton.compile(

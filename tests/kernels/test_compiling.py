@@ -166,7 +166,7 @@ def test_an_illegal_kernel_fails_the_build_with_its_name() -> None:
 
 
 def test_a_compiler_failure_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "constants", lambda spec, rounded: {"BM": "wide"})
+    monkeypatch.setattr(loading, "constants", lambda spec, **_: {"BM": "wide"})
     with pytest.raises(PackError, match=rf"Triton cannot compile {name(SMALL)} for sm_80"):
         compile_spec(SMALL, 80)
 
