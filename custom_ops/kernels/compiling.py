@@ -27,8 +27,8 @@ from .spec import (
     Family,
     KernelSpec,
     Precision,
-    allows_dependent_launch,
     estimated_resources,
+    is_launched_early,
     is_wide,
     left_is_k_major,
     name,
@@ -209,7 +209,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     from triton.compiler import ASTSource
 
     function = loading.kernel(spec.family)
-    dependent_launch = allows_dependent_launch(sm)
+    dependent_launch = is_launched_early(spec, sm)
     constants = loading.constants(
         spec, rounded=_rounded(spec, sm), dependent_launch=dependent_launch
     )
@@ -309,7 +309,7 @@ def catalog_kernels(sm: int) -> list[PackedKernel]:
                 shared,
                 registers,
                 launch_params(spec.family),
-                dependent_launch=allows_dependent_launch(sm),
+                dependent_launch=is_launched_early(spec, sm),
             )
         )
     return kernels

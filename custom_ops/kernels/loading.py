@@ -45,9 +45,12 @@ def constants(
     spec: KernelSpec, *, rounded: str = "none", dependent_launch: bool = False
 ) -> dict[str, Any]:
     """The compile-time arguments of a kernel; `rounded` names the TF32 factors it rounds itself."""
-    return {
+    shared = {
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
         "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b, "SPLIT_K": spec.split_k,
         "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix, "PRECISION": str(spec.precision),
-        "ROUND": rounded, "DEPENDENT_LAUNCH": dependent_launch,
+        "ROUND": rounded,
     }  # fmt: skip
+    if spec.family is Family.GEMM_TMA:
+        shared["DEPENDENT_LAUNCH"] = dependent_launch
+    return shared
