@@ -59,9 +59,15 @@ def _places(sm: int) -> list[Path]:
     return [Path(__file__).parent / "packs" / pack_name(sm), cache_dir() / pack_name(sm)]
 
 
+def _runs_on(pack_sm: int, sm: int) -> bool:
+    """Whether code for `pack_sm` runs on `sm`. Code for sm_80 runs on later sm_8x; from sm_90 on,
+    Triton compiles for one architecture alone (sm_90a)."""
+    return pack_sm == sm or (80 <= pack_sm < sm < 90)
+
+
 def _check(path: Path, sm: int) -> PackInfo:
     info = pack_format.read_info(path)
-    if info.sm != sm:
+    if not _runs_on(info.sm, sm):
         raise PackError(
             f"{path} holds kernels for sm_{info.sm}, not for sm_{sm}; build them with "
             f"`moonpoly pack --arch sm_{sm}`"
@@ -82,7 +88,7 @@ def _is_current(path: Path, sm: int) -> bool:
         triton = compiling.triton_version()
     except MissingDependencyError:
         triton = info.triton
-    return info.key == compiling.content_key(sm, triton)
+    return info.sm == sm and info.key == compiling.content_key(sm, triton)
 
 
 def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | None:

@@ -135,6 +135,7 @@ def test_a_named_pack_must_be_good(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     good = packs.ensure_pack(80)
     with pytest.raises(PackError, match=r"holds kernels for sm_80, not for sm_90.*--arch sm_90"):
         packs.find_pack(90, good)
+    assert packs.find_pack(86, good) == good  # code for sm_80 runs on later sm_8x
     _key(monkeypatch, "other sources")
     assert packs.find_pack(80, good) == good  # who names a pack gets it
     bad = tmp_path / "bad.mpk"
