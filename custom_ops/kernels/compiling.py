@@ -22,10 +22,12 @@ from moonpoly_ort.errors import MissingDependencyError, PackError
 from .loading import kernel as load_kernel
 from .pack_format import VERSION, Descriptor, PackedKernel, Param
 from .signature import PARAMETERS, launch_params
-from .spec import Dtype, Family, KernelSpec, estimated_resources, name, specs, why_illegal
+from .spec import Dtype, Family, KernelSpec, estimated_resources, name, specs, why_illegal, ws_register_limit
 
 TRITON_MINOR = "3.9"
-SOURCES = ("tiles.py", "gemm_tma.py", "gemm_pointer.py", "compiling.py")
+SOURCES = (
+    "tiles.py", "gemm_tma.py", "gemm_pointer.py", "gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "compiling.py",
+)  # fmt: skip
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
 _LOCK = threading.Lock()
@@ -67,14 +69,17 @@ def content_key(sm: int, triton: str) -> str:
 
 def _signature(spec: KernelSpec) -> dict[str, str]:
     element = ELEMENT[spec.dtype]
-    a_box = (spec.bk, spec.bm) if spec.trans_a else (spec.bm, spec.bk)
+    y_box = spec.y_box
+    rows = y_box[0]  # of A: a consumer of gemm_ws loads its own
+    a_box = (spec.bk, rows) if spec.trans_a else (rows, spec.bk)
     b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
-    boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: (spec.bm, spec.bn)}
+    boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: y_box}
 
     def type_of(param: Param) -> str:
         if param in boxes:
-            rows, columns = boxes[param]
-            return f"tensordesc<{element}[1, {rows}, {columns}]>"
+            box = f"{element}[1, {boxes[param][0]}, {boxes[param][1]}]"
+            layout = f",{_shared_layout(spec.dtype, boxes[param])}" if spec.family is Family.GEMM_WS else ""
+            return f"tensordesc<{box}{layout}>"
         if param in (Param.PTR_A, Param.PTR_B, Param.PTR_Y, Param.PTR_BIAS):
             return f"*{element}"
         if param is Param.PTR_WORKSPACE:
@@ -83,23 +88,42 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
             return "*i32"
         if param in (Param.ALPHA, Param.BETA):
             return "fp32"
-        return "i64" if param >= Param.LDA else "i32"
+        return "i64" if Param.LDA <= param <= Param.BIAS_N else "i32"
 
     return {argument: type_of(param) for argument, param in PARAMETERS[spec.family].items()}
 
 
+def _shared_layout(dtype: Dtype, box: tuple[int, int]) -> Any:
+    """Where TMA puts a box in shared memory, as Gluon names it: a part of a tensor map's type."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, *box], gl.float32 if dtype is Dtype.F32 else gl.float16)
+
+
 def _constants(spec: KernelSpec) -> dict[str, Any]:
-    return {
-        "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m, "TRANS_A": spec.trans_a,
-        "TRANS_B": spec.trans_b, "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
+    shared = {
+        "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
+        "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
+    }  # fmt: skip
+    if spec.family is Family.GEMM_WS:
+        return shared | {"STREAM_K": spec.split_k, "CONSUMERS": spec.consumers, "STAGES": spec.stages}
+    return shared | {
+        "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
         "PRECISION": str(spec.precision),
     }  # fmt: skip
+
+
+def _options(spec: KernelSpec) -> dict[str, Any]:
+    if spec.family is not Family.GEMM_WS:
+        return {"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True}
+    # The first consumer's warps; the compiler adds those of the others and of the loading warpgroup.
+    return {"num_warps": 4, "maxnreg": ws_register_limit(spec), "enable_fp_fusion": True}
 
 
 def _divisors(spec: KernelSpec) -> dict[str, int]:
     """What the compiler may assume of the run-time arguments: it decides how wide the loads are."""
     divisors = {"workspace": 16}
-    if spec.family is Family.GEMM_TMA:
+    if spec.family.tensor_maps:
         return divisors
     e = spec.dtype.bytes
     for pointer, pitch, batch, length, align in (
@@ -181,11 +205,12 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function = load_kernel(spec.family)
     constants = _constants(spec)
     arguments = function.arg_names
-    source = ASTSource(
+    source = (GluonASTSource if spec.family is Family.GEMM_WS else ASTSource)(
         function,
         {**_signature(spec), **dict.fromkeys(constants, "constexpr")},
         constants,
@@ -196,7 +221,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
             compiled = triton.compile(
                 source,
                 target=GPUTarget("cuda", sm, 32),
-                options={"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True},
+                options=_options(spec),
             )
         except OSError as error:
             raise PackError(
@@ -208,6 +233,8 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise PackError(f"{name(spec)} needs scratch memory, which the launcher does not provide")
+    if metadata.num_warps != spec.warps:
+        raise PackError(f"{name(spec)} was compiled to {metadata.num_warps} warps")
     cubin = compiled.asm["cubin"]
     registers, frame = _resources(cubin)
     descriptors = tuple(

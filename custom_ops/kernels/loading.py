@@ -23,9 +23,13 @@ _LOCK = threading.Lock()
 def kernel(family: Family, *, interpret: bool = False) -> Any:
     """The Triton function of a family: a `triton.JITFunction`, or an interpreted function.
 
-    Raises ImportError where Triton is not installed.
+    Raises ImportError where Triton is not installed, ValueError to interpret `gemm_ws`: Gluon has no interpreter,
+    and `spec.interpreted` names the kernel that stands in.
     """
     import triton
+
+    if interpret and family is Family.GEMM_WS:
+        raise ValueError("gemm_ws cannot be interpreted; take the kernel that spec.interpreted names")
 
     package = __package__ + (".interpreted" if interpret else ".compiled")
     with _LOCK, triton.knobs.runtime.scope():

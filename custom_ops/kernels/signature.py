@@ -22,6 +22,11 @@ PARAMETERS: dict[Family, dict[str, Param]] = {
         "lda": Param.LDA, "ldb": Param.LDB, "ldc": Param.LDC,
         "a_batch": Param.A_BATCH, "b_batch": Param.B_BATCH, "c_batch": Param.C_BATCH, **_EPILOGUE,
     },
+    Family.GEMM_WS: {
+        "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y_desc": Param.DESC_Y,
+        **{argument: param for argument, param in _COMMON.items() if argument != "split"},
+        "batch": Param.BATCH, **_EPILOGUE,
+    },
 }  # fmt: skip
 
 

@@ -13,6 +13,12 @@ from typing import NamedTuple
 class Family(StrEnum):
     GEMM_TMA = "gemm_tma"
     GEMM_POINTER = "gemm_pointer"
+    GEMM_WS = "gemm_ws"
+
+    @property
+    def tensor_maps(self) -> bool:
+        """Whether operands and result go through TMA tensor maps."""
+        return self is not Family.GEMM_POINTER
 
 
 class Dtype(StrEnum):
@@ -62,6 +68,24 @@ class KernelSpec:
     align_b: int = 16
     align_c: int = 16
 
+    @property
+    def persistent(self) -> bool:
+        """Whether blocks walk over tiles, so that the grid is what the device holds at once."""
+        return self.family is Family.GEMM_WS
+
+    @property
+    def consumers(self) -> int:
+        """gemm_ws: warpgroups that multiply, each its own rows of the tile; one more holds the loading warp."""
+        return self.warps // 4 - 1
+
+    @property
+    def y_box(self) -> tuple[int, int]:
+        """Rows and columns of the tile of Y that one TMA store writes."""
+        if self.family is not Family.GEMM_WS:
+            return self.bm, self.bn
+        rows = self.bm // self.consumers
+        return rows, min(self.bn, 8192 // rows // self.dtype.bytes)
+
 
 def name(spec: KernelSpec) -> str:
     """The kernel's unique name, e.g. `gemm_tma_f16_nn_128x256x64_w8_s3`."""
@@ -73,7 +97,7 @@ def name(spec: KernelSpec) -> str:
         "swap" if spec.swap else "",
         "split" if spec.split_k else "",
         "cmatrix" if spec.bias_matrix else "",
-        "" if spec.family is Family.GEMM_TMA else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
+        "" if spec.family.tensor_maps else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
     ]
     return "_".join(part for part in parts if part)
 
@@ -82,12 +106,16 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
     """Why the kernel cannot be compiled for an architecture, or None: the one legality predicate."""
     if sm not in SHARED_LIMIT:
         return f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
+    if spec.family is Family.GEMM_WS:
+        reason = _why_illegal_ws(spec, sm)
+        if reason is not None:
+            return reason
+    elif spec.warps not in (1, 2, 4, 8):
+        return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
     for field in ("bm", "bn", "bk"):
         size = getattr(spec, field)
-        if size not in (16, 32, 64, 128, 256):
+        if size not in (16, 32, 64, 128, 256) and (spec.family is not Family.GEMM_WS or field != "bm"):
             return f"{field} = {size}: tile sizes are powers of two from 16 to 256"
-    if spec.warps not in (1, 2, 4, 8):
-        return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
     if not 1 <= spec.stages <= 8:
         return f"{spec.stages} stages: 1 to 8 are supported"
     if spec.group_m < 1:
@@ -98,16 +126,32 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         align = getattr(spec, field)
         if align not in (2, 4, 8, 16) or align < spec.dtype.bytes:
             return f"{field} = {align}: powers of two from the {spec.dtype.bytes} bytes of {spec.dtype} to 16"
-    if spec.family is Family.GEMM_TMA:
+    if spec.family.tensor_maps:
         if sm < 90:
             return f"tensor maps need sm_90, not sm_{sm}"
         if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
             return "tensor maps need rows aligned to 16 bytes"
-    if spec.bm * spec.bn > 128 * 32 * spec.warps:
+    if spec.bm * spec.bn > 128 * 32 * (4 * spec.consumers if spec.persistent else spec.warps):
         return f"a {spec.bm}x{spec.bn} accumulator over {spec.warps} warps takes more than 128 registers per thread"
     shared, _ = estimated_resources(spec, sm)
     if shared > SHARED_LIMIT[sm]:
         return f"{shared} bytes of shared memory exceed the {SHARED_LIMIT[sm]} of sm_{sm}"
+    return None
+
+
+def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
+    if sm != 90:
+        return f"warp specialisation is written for the wgmma of sm_90, not sm_{sm}"
+    if spec.warps not in (8, 12, 16):
+        return f"{spec.warps} warps: 8, 12 or 16 are supported, one to three consumer warpgroups and a loading one"
+    if spec.bm not in (64 * spec.consumers, 128 * spec.consumers):
+        return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
+    if spec.swap or spec.bias_matrix:
+        return "it computes upright tiles and takes a vector C only"
+    if spec.precision is Precision.IEEE:
+        return "wgmma has no ieee precision"
+    if spec.dtype is Dtype.F32 and (spec.trans_a or not spec.trans_b):
+        return "wgmma wants TF32 operands contiguous along K: layout nt only"
     return None
 
 
@@ -137,12 +181,28 @@ def accepts(
     )
 
 
+def interpreted(spec: KernelSpec) -> KernelSpec:
+    """The kernel that computes the same in Triton's interpreter, which Gluon kernels do not have.
+
+    For a `gemm_ws` kernel it is a `gemm_tma` one without split-K, to be launched with one block for each of its
+    own tiles, which are as high as one consumer's rows.
+    """
+    if spec.family is not Family.GEMM_WS:
+        return spec
+    return replace(spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, split_k=False)
+
+
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     """(shared bytes per block, registers per thread), as the compiler will report them or near it.
 
     Calibrated on the compiled kernels; the tests hold the shared bytes to them.
     """
     e = spec.dtype.bytes
+    if spec.family is Family.GEMM_WS:
+        rows, columns = spec.y_box
+        ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * e + 16)
+        stores = 2 * spec.consumers * rows * columns * e
+        return ring + stores + WS_EXTRA_SHARED, ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     pipelined = [min(spec.align_a, 16) >= 4, min(spec.align_b, 16) >= 4]  # cp.async moves 4 bytes or more
     depth = spec.stages
     loop = 0
@@ -151,6 +211,15 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     barriers = 8 * spec.stages if spec.family is Family.GEMM_TMA else 0
     accumulators = spec.bm * spec.bn // (32 * spec.warps)
     return max(loop + barriers, 0), min(255, accumulators + 90)
+
+
+WS_EXTRA_SHARED = 250  # what the compiler adds for handing work to the warps, at most
+
+
+def ws_register_limit(spec: KernelSpec) -> int | None:
+    """Registers per thread at launch, before the loading warpgroup hands its share to the consumers; None: all
+    that a block of this size can have. One consumer with a small enough tile leaves room for a second block."""
+    return 128 if spec.consumers == 1 and spec.bn <= 128 else None
 
 
 # ---- the list -------------------------------------------------------------------------------------
@@ -211,6 +280,19 @@ NARROW_MMA = (
     Tile(16, 128, 64, 4, 2, "sft"),
     Tile(16, 128, 128, 4, 1, "s"),
 )
+# Warp-specialised, sm_90. The warps include the loading warpgroup.
+SPECIALIZED = (
+    Tile(128, 256, 64, 12, 1, "sf"),
+    Tile(256, 128, 64, 12, 1, "s"),
+    Tile(192, 128, 64, 16, 1, "s"),
+    Tile(128, 128, 64, 12, 1, "sf"),
+    Tile(128, 128, 64, 8, 2, "s"),
+    Tile(64, 256, 64, 8, 1, "s"),
+    Tile(64, 128, 64, 8, 2, "sf"),
+    Tile(64, 128, 128, 8, 1, "s"),
+    Tile(128, 64, 64, 8, 2, "s"),
+    Tile(64, 64, 128, 8, 1, "s"),
+)
 # Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for registers.
 UNALIGNED = (
     Tile(128, 128, 32, 8, 1, "f"),
@@ -253,7 +335,7 @@ def _stages(spec: KernelSpec, sm: int, per_sm: int) -> int:
     budget = SHARED_LIMIT[sm]
     if per_sm > 1:
         budget = (budget + RESERVED_SHARED) // per_sm - RESERVED_SHARED
-    for stages in range(MAX_STAGES, 2, -1):
+    for stages in range(8 if spec.family is Family.GEMM_WS else MAX_STAGES, 2, -1):
         if estimated_resources(replace(spec, stages=stages), sm)[0] <= budget:
             return stages
     return 2
@@ -295,6 +377,8 @@ def specs(sm: int) -> list[KernelSpec]:
             least = (dtype.bytes,) * 3
             out += _expand(tiles, aligned, dtype, layout, sm)
             out += _expand(MATRIX_BIAS, aligned, dtype, layout, sm, bias_matrix=True)
+            if sm == 90 and layout == (NT if dtype is Dtype.F32 else layout) and not layout.trans_a:
+                out += _expand(SPECIALIZED, Family.GEMM_WS, dtype, layout, sm)
             for aligns in _classes(layout, dtype.bytes):
                 out += _expand(UNALIGNED, Family.GEMM_POINTER, dtype, layout, sm, aligns=aligns)
             out += _expand(

@@ -37,9 +37,13 @@ constexpr double kSharedBytesPerClock = 128;  // one SM
 constexpr double kLoadLatency = 900;          // clocks from issuing a tile load to its arrival
 constexpr double kBlockClocks = 1800;         // block start, barriers, first tiles
 constexpr double kStepClocks = 60;            // barrier wait and issue of one K step
+constexpr double kAsyncStepClocks = 20;       // the same where a warp of its own loads ahead
 constexpr double kStoreBytesPerClock = 24;    // epilogue, one SM
 constexpr double kUnoverlappedShare = 0.05;
 constexpr double kArriveClocks = 2500;  // split-K: fence, atomic, and the wait of the last block
+
+// A persistent block loads its next tile during the epilogue of this one.
+constexpr double kTurnShare = 0.3;  // of the fixed time, for every tile after the first
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
@@ -79,14 +83,15 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident) {
 
   // Narrow accesses cost one load instruction per `align` bytes and lane; below 4 bytes there is no
   // asynchronous copy, so that the K loop is not pipelined.
-  double issue = kStepClocks, depth = std::max(1, k.stages - 1);
+  double issue = k.persistent ? kAsyncStepClocks : kStepClocks, depth = std::max(1, k.stages - 1);
   if (k.family == MP_GEMM_POINTER) {
     issue += 60 + (a_bytes / k.align_a + b_bytes / k.align_b) / 32;
     if (k.align_a < 4 || k.align_b < 4) depth = 1;
   }
   return std::max({resident * mma, resident * shared / kSharedBytesPerClock,
                    resident * (a_bytes + b_bytes) / model.l2_bytes_per_clock,
-                   resident * (issue - kStepClocks), mma + issue, kLoadLatency / depth});
+                   k.persistent ? 0.0 : resident * (issue - kStepClocks), mma + issue,
+                   kLoadLatency / depth});
 }
 
 }  // namespace
@@ -137,39 +142,72 @@ KernelCost KernelCost::of(const mp_kernel& k, const mp_device& device, const Dev
   return cost;
 }
 
+int64_t grid_blocks(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
+                    int64_t tiles, int split) {
+  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
+  return k.persistent ? std::min(tiles * split, slots) : tiles * split;
+}
+
+namespace {
+
+// One K step of a block where the grid puts `blocks` of them on the device at once: with one block
+// per SM a step takes single_step_us, with all slots taken step_us.
+double step_time(const KernelCost& cost, const DeviceModel& model, int64_t blocks) {
+  if (cost.blocks_per_sm == 1) return cost.step_us;
+  const int resident = ceil_div(blocks, model.sm_count);
+  return cost.single_step_us +
+         (cost.step_us - cost.single_step_us) * (resident - 1) / (cost.blocks_per_sm - 1);
+}
+
+// Waves of blocks, one tile (or slice of one) each.
+double waves_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks, double steps) {
+  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
+  const int64_t full = blocks / slots, rest = blocks % slots;
+  double compute = full * (cost.fixed_us + steps * cost.step_us);
+  if (rest > 0) compute += cost.fixed_us + steps * step_time(cost, model, rest);
+  return compute;
+}
+
+// Blocks that walk over tiles; with split > 1 the last of them are shared out in equal parts.
+double persistent_us(const KernelCost& cost, const DeviceModel& model, int64_t tiles,
+                     int64_t blocks, double steps, int split) {
+  const double rounds = split > 1 ? double(tiles) / blocks : double(ceil_div(tiles, blocks));
+  return cost.fixed_us + rounds * steps * step_time(cost, model, blocks) +
+         kTurnShare * cost.fixed_us * std::max(0.0, std::ceil(rounds) - 1);
+}
+
+// Split-K: partial tiles go out and come back; the block that finishes a tile adds them up. Shares
+// of K leave each block with one partial tile, and each tile with those of the blocks before.
+double fixup_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model, int64_t tiles,
+                int64_t blocks, int split) {
+  const double slices = k.persistent ? 1 + std::max(1.0, double(blocks) / tiles) : split;
+  const double partials = 2.0 * blocks * k.bm * k.bn * sizeof(float);
+  return cost.fixup_fixed_us + slices * cost.fixup_slice_us +
+         partials / (model.l2_bytes_per_clock * model.sm_count * model.clocks_per_us);
+}
+
+}  // namespace
+
 double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
                   const Extent& e, int split) {
   const int64_t rows = (e.m + k.bm - 1) / k.bm, columns = (e.n + k.bn - 1) / k.bn;
-  const int64_t blocks = rows * columns * e.batch * split;
+  const int64_t tiles = rows * columns * e.batch;
   const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
-  const double steps = ceil_div(ceil_div(e.k, k.bk), split);
-
-  const int64_t full = blocks / slots, rest = blocks % slots;
-  double compute = full * (cost.fixed_us + steps * cost.step_us);
-  if (rest > 0) {
-    // The last wave: with one block per SM a step takes single_step_us, with all of them step_us.
-    const int resident = ceil_div(rest, model.sm_count);
-    const double step = cost.blocks_per_sm == 1
-                            ? cost.step_us
-                            : cost.single_step_us + (cost.step_us - cost.single_step_us) *
-                                                        (resident - 1) / (cost.blocks_per_sm - 1);
-    compute += cost.fixed_us + steps * step;
-  }
+  const int64_t blocks = grid_blocks(k, cost, model, tiles, split);
+  const double compute = k.persistent
+                             ? persistent_us(cost, model, tiles, blocks, ceil_div(e.k, k.bk), split)
+                             : waves_us(cost, model, blocks, ceil_div(ceil_div(e.k, k.bk), split));
 
   // DRAM: every operand once; what a wave streams beyond the L2 again with each further wave.
   double bytes = e.unique_bytes;
-  if (full > 0 && bytes > model.l2_bytes) {
+  const double waves = k.persistent ? double(tiles) / slots : double(blocks) / slots;
+  if (waves >= 1 && bytes > model.l2_bytes) {
     const double high = std::min<int64_t>(std::max(k.group_m, 1), rows);
     const double wide = std::min<double>(std::ceil(slots / high), columns);
     const double wave = (high * k.bm + wide * k.bn) * double(e.k) * e.element_bytes;
-    bytes = std::max(bytes, wave * (double(blocks) / slots));
+    bytes = std::max(bytes, wave * waves);
   }
-  double fixup = 0;
-  if (split > 1) {
-    fixup = cost.fixup_fixed_us + split * cost.fixup_slice_us;
-    const double partials = 2.0 * blocks * k.bm * k.bn * sizeof(float);
-    fixup += partials / (model.l2_bytes_per_clock * model.sm_count * model.clocks_per_us);
-  }
+  const double fixup = split > 1 ? fixup_us(k, cost, model, tiles, blocks, split) : 0;
   // Arithmetic and traffic overlap but for a rest, which also decides between kernels at the floor.
   const double traffic = bytes / model.bytes_per_us;
   return model.launch_us + std::max(compute, traffic) +

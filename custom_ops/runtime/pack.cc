@@ -125,7 +125,7 @@ void Pack::verify_kernel(int index) const {
     fail(MP_BAD_PACK, "kernel pack '", path_, "': kernel ", index, " ", why..., kRebuild);
   };
   if (!terminated(k.name) || !terminated(k.entry)) refuse("has no terminated name");
-  if (k.family < 0 || k.family > MP_GEMM_POINTER || k.dtype < 0 || k.dtype > MP_F32 ||
+  if (k.family < 0 || k.family > MP_GEMM_WS || k.dtype < 0 || k.dtype > MP_F32 ||
       k.precision < 0 || k.precision > MP_IEEE || (k.trans_a | k.trans_b) & ~1) {
     refuse(k.name, " has an unknown family, dtype, precision or layout");
   }
@@ -148,7 +148,7 @@ void Pack::verify_kernel(int index) const {
   int arguments = 0;
   for (int i = 0; i < k.param_count; ++i) {
     const int32_t p = params(k)[i];
-    if (p < MP_P_DESC_A || p > MP_P_NULL) refuse(k.name, " has the unknown parameter code ", p);
+    if (p < MP_P_DESC_A || p > MP_P_BATCH) refuse(k.name, " has the unknown parameter code ", p);
     arguments += p <= MP_P_DESC_Y ? 7 : 1;
     if (p > MP_P_DESC_Y || k.cubin_bytes == 0) continue;  // a catalog has no boxes
     const mp_desc_shape& d = k.desc[p - MP_P_DESC_A];
