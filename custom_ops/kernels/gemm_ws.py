@@ -26,7 +26,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
     """The next stage of the ring; the phase flips each time round."""
     stage += 1
     around = stage == STAGES
-    return gl.where(around, 0, stage), phase ^ around.to(gl.int32)
+    return gl.where(around, 0, stage), phase ^ gl.where(around, 1, 0)
 
 
 @gluon.jit

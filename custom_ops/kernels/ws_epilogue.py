@@ -38,7 +38,7 @@ def from_fragments(x, R: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def part_of(workspace, block, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, SIZE: gl.constexpr):
     """Where a consumer of a block leaves its partial tile of SIZE elements."""
-    return workspace + (block * CONSUMERS + GROUP).to(gl.int64) * SIZE
+    return workspace + (block * CONSUMERS + GROUP) * SIZE
 
 
 @gluon.jit

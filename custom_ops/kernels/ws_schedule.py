@@ -44,7 +44,7 @@ def share_of(tiles, steps, STREAM_K: gl.constexpr):
         each = shared * steps // blocks
         longer = shared * steps % blocks
         first = block * each + gl.minimum(block, longer)
-        last = first + each + (block < longer).to(gl.int32)
+        last = first + each + gl.where(block < longer, 1, 0)
         streamed = gl.where(last > first, (last - 1) // steps - first // steps + 1, 0)
         whole = tiles - shared
         return whole, streamed + whole // blocks, streamed, first, last
