@@ -1,10 +1,10 @@
-"""Warp-specialised persistent GEMM for sm_90: one warp loads tiles through TMA, one to three warpgroups
-multiply them with wgmma, each its own rows of the tile.
+"""Warp-specialised persistent GEMM for sm_90: one warp loads tiles through TMA, one to three
+warpgroups multiply them with wgmma, each its own rows of the tile.
 
-Per stage of the ring there is one `full` barrier (one arrival: the producer's, completed by the bytes that
-it expects) and one `empty` barrier (one arrival from each consumer). Producer and consumers walk the same
-work items in the same order, so the ring runs on across tiles: loads of the next tile overlap this one's
-epilogue, which leaves through its own shared memory and TMA.
+Per stage of the ring there is one `full` barrier (one arrival: the producer's, completed by the
+bytes that it expects) and one `empty` barrier (one arrival from each consumer). Producer and
+consumers walk the same work items in the same order, so the ring runs on across tiles: loads of the
+next tile overlap this one's epilogue, which leaves through its own shared memory and TMA.
 """
 
 from triton.experimental import gluon
@@ -30,15 +30,18 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
-            BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr, TRANS_A: gl.constexpr,
-            TRANS_B: gl.constexpr, STREAM_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+            a_div, a_mod, b_div, b_mod, z0,
+            BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+            TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The loading warp."""
     ROWS: gl.constexpr = BM // CONSUMERS
     BYTES: gl.constexpr = (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8
     steps = ceil_div(K, BK)
     whole, items, streamed, first, end = share_of(tiles, steps, STREAM_K)
     stage = 0
-    phase = 1  # waiting for the phase before the first one returns at once: the ring starts empty
+    phase = 1  # the wait for the phase before the first one returns at once: the ring starts empty
     for index in range(items):
         tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
         z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
@@ -51,21 +54,26 @@ def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles, a_div, 
             mbarrier.expect(bar, BYTES)
             for group in gl.static_range(CONSUMERS):
                 rows = m + group * ROWS
-                tma.async_load(a_desc, [a_z, k, rows] if TRANS_A else [a_z, rows, k], bar,
-                               a_ring.index(stage * CONSUMERS + group))  # fmt: skip
-            tma.async_load(b_desc, [b_z, n, k] if TRANS_B else [b_z, k, n], bar, b_ring.index(stage))
+                a = a_ring.index(stage * CONSUMERS + group)
+                tma.async_load(a_desc, [a_z, k, rows] if TRANS_A else [a_z, rows, k], bar, a)
+            b = b_ring.index(stage)
+            tma.async_load(b_desc, [b_z, n, k] if TRANS_B else [b_z, k, n], bar, b)
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles, z0,
-            bias_stride_m, bias_stride_n, alpha, beta, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-            BK: gl.constexpr, GROUP_M: gl.constexpr, TRANS_A: gl.constexpr, TRANS_B: gl.constexpr,
-            STREAM_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles,
+            z0, bias_stride_m, bias_stride_n, alpha, beta, GROUP: gl.constexpr,
+            BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+            TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The warpgroup that multiplies the rows of number GROUP in each tile."""
     ROWS: gl.constexpr = BM // CONSUMERS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 256 // a_ring.dtype.primitive_bitwidth]
-    )
+        version=[3, 0], warps_per_cta=[4, 1],
+        instr_shape=[16, BN, 256 // a_ring.dtype.primitive_bitwidth],
+    )  # fmt: skip
+    block = gl.program_id(0)
     steps = ceil_div(K, BK)
     whole, items, streamed, first, end = share_of(tiles, steps, STREAM_K)
     stage = 0
@@ -81,7 +89,7 @@ def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, count
             a = a.reshape([BK, ROWS]).permute([1, 0]) if TRANS_A else a.reshape([ROWS, BK])
             b = b.reshape([BN, BK]).permute([1, 0]) if TRANS_B else b.reshape([BK, BN])
             acc = warpgroup_mma(a, b, acc, precision="tf32", is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))  # one product in flight: the stage before is read
+            acc = warpgroup_mma_wait(1, deps=(acc,))  # one in flight: the stage before is read
             mbarrier.arrive(empty.index(before), pred=step > begin)
             before = stage
             stage, phase = advance(stage, phase, STAGES)
@@ -89,33 +97,37 @@ def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, count
         mbarrier.arrive(empty.index(before))
 
         z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
-        m += GROUP * ROWS
-        block = gl.program_id(0)
-        if STREAM_K:
-            if stop < steps:
-                publish(acc, workspace, counters, block, GROUP, CONSUMERS, y_desc.block_shape[2])
-            else:
-                helper = block
-                if begin > 0:
-                    helper = owner_of((tile - whole) * steps, tiles, steps)
-                    wait_for(counters, helper, block, GROUP, CONSUMERS)
-                store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z + z0, m, n, M, N, bias_stride_m,
-                           bias_stride_n, alpha, beta, GROUP, CONSUMERS, STREAM_K)  # fmt: skip
+        if STREAM_K and stop < steps:
+            publish(acc, workspace, counters, block, GROUP, CONSUMERS, y_desc.block_shape[2])
         else:
-            store_tile(acc, y_desc, y_tiles, bias, workspace, block, block, z + z0, m, n, M, N, bias_stride_m,
-                       bias_stride_n, alpha, beta, GROUP, CONSUMERS, STREAM_K)  # fmt: skip
+            helper = block
+            if STREAM_K and begin > 0:
+                helper = owner_of((tile - whole) * steps, tiles, steps)
+                wait_for(counters, helper, block, GROUP, CONSUMERS)
+            store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block,
+                       z + z0, m + GROUP * ROWS, n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
+                       GROUP, CONSUMERS, STREAM_K)  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
-def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, a_div, a_mod, b_div, b_mod, z0, batch,
-            bias_stride_m, bias_stride_n, alpha, beta,
+def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
+            a_div, a_mod, b_div, b_mod, z0, batch, bias_stride_m, bias_stride_n, alpha, beta,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
             CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES * CONSUMERS] + a_desc.block_shape, a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
-    y_tiles = gl.allocate_shared_memory(y_desc.dtype, [2 * CONSUMERS] + y_desc.block_shape, y_desc.layout)
+    A_BOX: gl.constexpr = a_desc.block_shape
+    B_BOX: gl.constexpr = b_desc.block_shape
+    Y_BOX: gl.constexpr = y_desc.block_shape
+    a_ring = gl.allocate_shared_memory(
+        a_desc.dtype, [STAGES * CONSUMERS, A_BOX[0], A_BOX[1], A_BOX[2]], a_desc.layout
+    )
+    b_ring = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES, B_BOX[0], B_BOX[1], B_BOX[2]], b_desc.layout
+    )
+    y_tiles = gl.allocate_shared_memory(
+        y_desc.dtype, [2 * CONSUMERS, Y_BOX[0], Y_BOX[1], Y_BOX[2]], y_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -124,37 +136,40 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, a_div, a
     fence_async_shared()
 
     tiles = ceil_div(M, BM) * ceil_div(N, BN) * batch
-    # Registers are handed from the producer's warpgroup to the consumers.
+    # The last numbers are registers a thread: the loading warpgroup hands some to the consumers.
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 0, BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K,
-                        CONSUMERS, STAGES)),
-             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
+            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+                        a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
             [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 0, BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K,
-                        CONSUMERS, STAGES)),
-             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 1, BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K,
-                        CONSUMERS, STAGES)),
-             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
+            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+                        a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
             [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize(
-            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 0, BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K,
-                        CONSUMERS, STAGES)),
-             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 1, BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K,
-                        CONSUMERS, STAGES)),
-             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 2, BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K,
-                        CONSUMERS, STAGES)),
-             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
+            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 2,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+                        a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
             [4, 4, 1], [160, 160, 24])  # fmt: skip

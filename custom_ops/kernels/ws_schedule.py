@@ -1,11 +1,12 @@
 """The work of a persistent block: which output tiles, and which K steps of each.
 
 Without STREAM_K block b computes tiles b, b + blocks, b + 2 * blocks, ... whole. With it the last
-tiles (what does not fill all blocks, and one full round before it) are streamed: their K steps, laid
-end to end, are dealt to the blocks in equal contiguous shares (Osama et al., Stream-K, 2023; the
-two-tile hybrid). A block walks its share from the end: first the one tile it may have to leave
-unfinished, last the one that it finishes for others. The block with a tile's last K step finishes it
-and waits for blocks of lower index only, each of which publishes its part before it waits for anything.
+tiles (what does not fill all blocks, and one full round before it) are streamed: their K steps,
+laid end to end, are dealt to the blocks in equal contiguous shares (Osama et al., Stream-K, 2023;
+the two-tile hybrid). A block walks its share from the end: first the one tile it may have to leave
+unfinished, last the one that it finishes for others. The block with a tile's last K step finishes
+it and waits for blocks of lower index only, each of which publishes its part before it waits for
+anything.
 """
 
 from triton.experimental import gluon
@@ -34,8 +35,9 @@ def origin(tile, M, N, BM: gl.constexpr, BN: gl.constexpr, GROUP_M: gl.constexpr
 
 @gluon.jit
 def share_of(tiles, steps, STREAM_K: gl.constexpr):
-    """(whole, items, streamed, first, last): tiles computed whole by all blocks together; this block's work
-    items, of which the first `streamed` make up its share [first, last) of the streamed K steps."""
+    """(whole, items, streamed, first, last): how many tiles are computed whole by all blocks
+    together, and how many work items this block has, of which the first `streamed` make up its
+    share [first, last) of the streamed K steps."""
     block = gl.program_id(0)
     blocks = gl.num_programs(0)
     if STREAM_K:
@@ -54,12 +56,13 @@ def share_of(tiles, steps, STREAM_K: gl.constexpr):
 
 @gluon.jit
 def item(index, end, whole, streamed, first, steps, STREAM_K: gl.constexpr):
-    """(tile, first K step, end of its K steps, new end) of a work item, for the end that the items before left."""
+    """(tile, first K step, end of its K steps, new end) of a work item; `end` is where the items
+    before have left the block's share."""
     block = gl.program_id(0)
     tile = block + (index - streamed) * gl.num_programs(0)
     begin = 0
     stop = steps
-    if STREAM_K:
+    if STREAM_K:  # noqa: SIM102 - decided by the compiler, not at run time
         if index < streamed:
             tile = (end - 1) // steps
             begin = gl.maximum(first - tile * steps, 0)
@@ -78,4 +81,5 @@ def owner_of(step, tiles, steps):
     each = shared * steps // blocks
     longer = shared * steps % blocks
     border = longer * (each + 1)
-    return gl.where(step < border, step // (each + 1), longer + (step - border) // gl.maximum(each, 1))
+    behind = longer + (step - border) // gl.maximum(each, 1)
+    return gl.where(step < border, step // (each + 1), behind)

@@ -1,9 +1,9 @@
-"""A small model of the Gluon that `gemm_ws` uses, for which there is no interpreter: numpy arrays for
-tensors and shared memory, a thread for each partition of each block.
+"""A small model of the Gluon that `gemm_ws` uses, for which there is no interpreter: numpy arrays
+for tensors and shared memory, a thread for each partition of each block.
 
 What is asynchronous on the GPU happens here as late as the program's waits allow (products and TMA
-stores read shared memory only when they are waited for) or as early (TMA loads write at once), so that
-a buffer that is reused too soon gives wrong values. A wait that nobody answers fails the test.
+stores read shared memory only when they are waited for) or as early (TMA loads write at once), so
+that a buffer that is reused too soon gives wrong values. A wait that nobody answers fails the test.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tensor(np.ndarray):
         return np.transpose(self, order).view(Tensor)
 
     def split(self) -> tuple[Tensor, Tensor]:
-        return self[..., 0].copy(), self[..., 1].copy()
+        return tensor(self[..., 0].copy()), tensor(self[..., 1].copy())
 
 
 def tensor(values: Any) -> Tensor:
@@ -126,7 +126,7 @@ class Descriptor:
         self.array, self.block_shape, self.dtype = array, list(block_shape), dtype
 
     def box(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """The part of the array inside the box at some coordinates, and where that lies in the box."""
+        """The part of the array inside the box at some coordinates, and its place in the box."""
         inside = [
             min(max(size - start, 0), box)
             for start, size, box in zip(at, self.array.shape, self.block_shape, strict=True)
@@ -147,14 +147,16 @@ class Accumulator:
     def finished(self, outstanding: int) -> Accumulator | Tensor:
         while len(self.pending) > outstanding:
             a, b = self.pending.pop(0)
-            self.value = self.value + a.astype(np.float32) @ b.astype(np.float32)
-        return self if self.pending else self.value.view(Tensor)
+            product = a.astype(np.float32) @ b.astype(np.float32)
+            self.value = tensor(self.value + product)
+        return self if self.pending else self.value
 
     shape = property(lambda self: self.value.shape)
 
 
 def warpgroup_mma(a: Shared, b: Shared, acc: Any, *, precision: str, is_async: bool) -> Accumulator:
-    assert is_async and precision == "tf32"
+    assert is_async
+    assert precision == "tf32"
     if not isinstance(acc, Accumulator):
         acc = Accumulator(acc, [])
     return Accumulator(acc.value, [*acc.pending, (a.array, b.array)])
@@ -165,7 +167,7 @@ def warpgroup_mma_wait(outstanding: int, deps: tuple[Any]) -> Any:
     return acc.finished(outstanding) if isinstance(acc, Accumulator) else acc
 
 
-# ---- triton.experimental.gluon.language -----------------------------------------------------------
+# ---- triton.experimental.gluon.language ----------------------------------------------------------
 def arange(start: int, end: int, layout: Any = None) -> Tensor:
     return tensor(np.arange(start, end))
 
@@ -180,14 +182,14 @@ def load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier:
         return tensor(np.full(offsets.shape, other, np.float32))
     assert pointer.array is not None, "a null pointer is read"
     safe = np.where(mask, offsets, 0)
-    assert (safe >= 0).all() and (safe < pointer.array.size).all(), "a load outside its array"
+    assert ((safe >= 0) & (safe < pointer.array.size)).all(), "a load outside its array"
     return tensor(np.where(mask, pointer.array[safe], other))
 
 
 def store(pointer: Pointer, values: Any) -> None:
     assert pointer.array is not None
     offsets = np.asarray(pointer.offset)
-    assert (offsets >= 0).all() and (offsets < pointer.array.size).all(), "a store outside"
+    assert ((offsets >= 0) & (offsets < pointer.array.size)).all(), "a store outside its array"
     pointer.array[pointer.offset] = values
 
 
@@ -245,7 +247,7 @@ def _together(work: Sequence[Callable[[], None]]) -> None:
         raise faults[0]
 
 
-# ---- language.nvidia.hopper -----------------------------------------------------------------------
+# ---- language.nvidia.hopper ----------------------------------------------------------------------
 def async_load(desc: Descriptor, at: Sequence[int], barrier: Barrier, target: Shared) -> None:
     source, inside = desc.box(at)
     target.array[...] = 0

@@ -17,7 +17,9 @@ def module(name: str) -> Any:
     return model.source(name)
 
 
-def items_of(block: int, blocks: int, tiles: int, steps: int, stream: bool) -> list[tuple[int, int, int]]:
+def items_of(
+    block: int, blocks: int, tiles: int, steps: int, stream: bool
+) -> list[tuple[int, int, int]]:
     """(tile, first step, end) of a block's work, in its order."""
     schedule = module("ws_schedule")
     whole, items, streamed, first, end = model.in_block(
@@ -33,7 +35,8 @@ def items_of(block: int, blocks: int, tiles: int, steps: int, stream: bool) -> l
 
 
 @given(
-    tiles=st.integers(1, 60), steps=st.integers(1, 40), blocks=st.integers(1, 24), stream=st.booleans()
+    tiles=st.integers(1, 60), steps=st.integers(1, 40), blocks=st.integers(1, 24),
+    stream=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=400)
 def test_every_step_is_computed_once_and_every_part_is_added_once(
@@ -54,11 +57,18 @@ def test_every_step_is_computed_once_and_every_part_is_added_once(
     if not stream:
         assert not parts
     for block, items in enumerate(work):
-        whole = model.in_block(block, blocks, module("ws_schedule").share_of, tiles, steps, stream)[0]
+        whole = model.in_block(block, blocks, module("ws_schedule").share_of, tiles, steps, stream)[
+            0
+        ]
         for tile, begin, stop in items:
             if stop == steps and begin > 0:
                 first = model.in_block(
-                    block, blocks, module("ws_schedule").owner_of, (tile - whole) * steps, tiles, steps
+                    block,
+                    blocks,
+                    module("ws_schedule").owner_of,
+                    (tile - whole) * steps,
+                    tiles,
+                    steps,
                 )
                 helpers = range(first, block)
                 assert [parts.pop(helper) for helper in helpers] == [tile] * len(helpers)
@@ -89,12 +99,16 @@ def test_product(case: tuple[Any, ...], bias: str) -> None:
     consumers, bm, bn, bk, stages, m, n, k, batch, blocks, stream, trans_a, trans_b = case
     rng = np.random.default_rng(blocks)
     # Small integers: every sum is exact, so that any order of adding up is held to equality.
-    a, b = (rng.integers(-3, 4, shape).astype(np.float16) for shape in ((batch, m, k), (batch, k, n)))
+    a, b = (
+        rng.integers(-3, 4, shape).astype(np.float16) for shape in ((batch, m, k), (batch, k, n))
+    )
     y = np.full((batch, m, n), np.nan, np.float16)
     rows = bm // consumers
     width = min(bn, 4096 // rows)
     a_desc = model.Descriptor(
-        a.swapaxes(1, 2) if trans_a else a, (1, bk, rows) if trans_a else (1, rows, bk), model.float16
+        a.swapaxes(1, 2) if trans_a else a,
+        (1, bk, rows) if trans_a else (1, rows, bk),
+        model.float16,
     )
     b_desc = model.Descriptor(
         b.swapaxes(1, 2) if trans_b else b, (1, bn, bk) if trans_b else (1, bk, bn), model.float16
@@ -107,7 +121,8 @@ def test_product(case: tuple[Any, ...], bias: str) -> None:
     alpha, beta = 0.5, 0.0 if bias == "none" else 2.0
     model.launch(
         module("gemm_ws").gemm_ws, blocks, a_desc, b_desc, y_desc,
-        model.Pointer(None if bias == "none" else c), model.Pointer(workspace), model.Pointer(counters),
+        model.Pointer(None if bias == "none" else c), model.Pointer(workspace),
+        model.Pointer(counters),
         m, n, k, 1, batch, 1, batch, 0, batch, *strides, alpha, beta,
         bm, bn, bk, 8, trans_a, trans_b, stream, consumers, stages,
     )  # fmt: skip

@@ -71,9 +71,7 @@ def node_model(
 def session(model: onnx.ModelProto, so: ort.SessionOptions | None) -> ort.InferenceSession:
     if so is not None:
         so.register_custom_ops_library(str(native.library_path()))
-    return ort.InferenceSession(
-        model.SerializeToString(), so, providers=["CPUExecutionProvider"]
-    )
+    return ort.InferenceSession(model.SerializeToString(), so, providers=["CPUExecutionProvider"])
 
 
 def run(s: ort.InferenceSession, inputs: Sequence[Array | None]) -> Array:
