@@ -145,7 +145,7 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
              (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                         a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
-            [1], [24])  # fmt: skip
+            [1], [40])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
@@ -157,7 +157,7 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
              (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                         a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
-            [4, 1], [240, 24])  # fmt: skip
+            [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize(
             [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
@@ -172,4 +172,4 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
              (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                         a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
-            [4, 4, 1], [160, 160, 24])  # fmt: skip
+            [4, 4, 1], [152, 152, 40])  # fmt: skip

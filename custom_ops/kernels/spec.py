@@ -202,7 +202,7 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         rows, columns = spec.y_box
         ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * e + 16)
         stores = 2 * spec.consumers * rows * columns * e
-        return ring + stores + WS_EXTRA_SHARED, ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
+        return ring + stores + 80 * spec.consumers + 90, ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     pipelined = [min(spec.align_a, 16) >= 4, min(spec.align_b, 16) >= 4]  # cp.async moves 4 bytes or more
     depth = spec.stages
     loop = 0
@@ -211,9 +211,6 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     barriers = 8 * spec.stages if spec.family is Family.GEMM_TMA else 0
     accumulators = spec.bm * spec.bn // (32 * spec.warps)
     return max(loop + barriers, 0), min(255, accumulators + 90)
-
-
-WS_EXTRA_SHARED = 250  # what the compiler adds for handing work to the warps, at most
 
 
 def ws_register_limit(spec: KernelSpec) -> int | None:
