@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import gluon_model as model
@@ -10,6 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moonpoly_ort.custom_ops.kernels.spec import (
+    Dtype,
+    Family,
+    KernelSpec,
+    interpreted,
+    legal,
+    specs,
+    why_illegal,
+)
 
 
 @functools.cache
@@ -130,3 +140,42 @@ def test_product(case: tuple[Any, ...], bias: str) -> None:
     at = np.arange(m)[:, None] * strides[0] + np.arange(n)[None, :] * strides[1]
     np.testing.assert_array_equal(y, (wide + beta * c[at]).astype(np.float16))
     assert not counters.any()
+
+
+SPEC = KernelSpec(Family.GEMM_WS, Dtype.F16, 128, 256, 64, 12, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sm", "reason"),
+    [
+        ({}, 100, "sm_90, not sm_100"),
+        ({"warps": 4}, 90, "4 warps"),
+        ({"bm": 192}, 90, "bm = 192: each of 2 consumers takes 64 or 128 rows"),
+        ({"bm": 256}, 90, "more than 128 registers"),
+        ({"swap": True}, 90, "upright"),
+        ({"bias_matrix": True}, 90, "vector C"),
+        ({"dtype": Dtype.F32, "bk": 32}, 90, "layout nt only"),
+        ({"stages": 5}, 90, "shared memory exceed"),
+        ({"align_c": 2}, 90, "16 bytes"),
+    ],
+)
+def test_illegal_specs_say_why(changes: dict[str, Any], sm: int, reason: str) -> None:
+    assert legal(SPEC, 90)
+    assert reason in (why_illegal(replace(SPEC, **changes), sm) or "")
+
+
+def test_only_sm_90_has_the_family_and_each_kernel_a_stand_in() -> None:
+    for sm in (80, 86, 89, 100, 120):
+        assert not any(spec.persistent for spec in specs(sm))
+    own = [spec for spec in specs(90) if spec.persistent]
+    assert {(s.dtype, s.trans_b) for s in own} >= {(Dtype.F16, False), (Dtype.F32, True)}
+    for spec in own:
+        other = interpreted(spec)
+        assert other.family is Family.GEMM_TMA
+        assert other.bm & (other.bm - 1) == 0  # Triton's tiles are powers of two
+        assert (other.dtype, other.trans_a, other.trans_b) == (
+            spec.dtype,
+            spec.trans_a,
+            spec.trans_b,
+        )
+        assert not other.split_k
