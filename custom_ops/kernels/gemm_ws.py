@@ -1,4 +1,4 @@
-"""Warp-specialised persistent GEMM for sm_90: one warp loads tiles through TMA, one to three
+"""Warp-specialised persistent GEMM for sm_90: one warpgroup loads tiles through TMA, one to three
 warpgroups multiply them with wgmma, each its own rows of the tile.
 
 Per stage of the ring there is one `full` barrier (one arrival: the producer's, completed by the
@@ -35,7 +35,7 @@ def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
             CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The loading warp."""
+    """The loading warpgroup."""
     ROWS: gl.constexpr = BM // CONSUMERS
     BYTES: gl.constexpr = (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8
     steps = ceil_div(K, BK)
@@ -136,7 +136,9 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
     fence_async_shared()
 
     tiles = ceil_div(M, BM) * ceil_div(N, BN) * batch
-    # The last numbers are registers a thread: the loading warpgroup hands some to the consumers.
+    # The last numbers are registers a thread: the loading warpgroup hands some to the consumers. It
+    # is a whole warpgroup, though one thread of it does the work: all four warps must execute the
+    # same setmaxnreg, and the padding that the compiler adds to a single warp has another one.
     if CONSUMERS == 1:
         gl.warp_specialize(
             [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
@@ -145,7 +147,7 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
              (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                         a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
-            [1], [40])  # fmt: skip
+            [4], [40])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
@@ -157,7 +159,7 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
              (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                         a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
-            [4, 1], [232, 40])  # fmt: skip
+            [4, 4], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize(
             [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
@@ -172,4 +174,4 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
              (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                         a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
-            [4, 4, 1], [152, 152, 40])  # fmt: skip
+            [4, 4, 4], [152, 152, 40])  # fmt: skip
