@@ -30,6 +30,13 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    """The stage that came before. Not a variable that remembers it: Triton 3.9 takes one that
+    starts equal to `stage`, and is then assigned its last value, for a constant of the loop."""
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
 def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
             a_div, a_mod, b_div, b_mod, z0,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
@@ -81,7 +88,6 @@ def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, count
     for index in range(items):
         tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
         acc = gl.zeros((ROWS, BN), gl.float32, layout)
-        before = stage
         for step in range(begin, stop):
             mbarrier.wait(full.index(stage), phase)
             a = a_ring.index(stage * CONSUMERS + GROUP)
@@ -90,11 +96,10 @@ def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, count
             b = b.reshape([BN, BK]).permute([1, 0]) if TRANS_B else b.reshape([BK, BN])
             acc = warpgroup_mma(a, b, acc, precision="tf32", is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))  # one in flight: the stage before is read
-            mbarrier.arrive(empty.index(before), pred=step > begin)
-            before = stage
+            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=step > begin)
             stage, phase = advance(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(before))
+        mbarrier.arrive(empty.index(before(stage, STAGES)))
 
         z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
         if STREAM_K and stop < steps:
