@@ -46,7 +46,7 @@ constexpr double kStoreBytesPerClock = 25;  // epilogue, one SM
 constexpr double kMatrixBiasClocks = 1650;  // epilogue with a matrix C: masked loads
 constexpr double kArriveClocks = 1700;  // split-K: fence, atomic, and the wait of the last block
 constexpr double kSliceElementClocks = 26.5;  // split-K: a thread stores or adds up one partial sum
-constexpr double kRaggedStepShare = 1.41;     // stream-K: of a step, where shares differ in their K
+constexpr double kRaggedStepShare = 1.4;  // stream-K: of a step, where blocks are at different K
 constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among those that have one
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -256,7 +256,7 @@ double waves_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks
 
 // Persistent blocks: the loop of the busiest one, which hides the end of all but its last tile
 // behind the next one's loads. Blocks with `ragged` shares are at different K steps of their tiles
-// at the same time, so that they hardly find in the L2 what others have just read.
+// at the same time, so that they presumably find less in the L2 that others have read.
 double persistent_us(const KernelCost& cost, const DeviceModel& model, int64_t tiles,
                      int64_t blocks, double steps, int split, bool ragged) {
   const double share =
@@ -283,8 +283,10 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
     const double steps = ceil_div(ceil_div(e.k, k.bk), split);
     loop = waves_us(cost, model, blocks, steps, wave_fixed) - wave_fixed;
   }
-  // The slices of one tile; a ragged share ends a tile for others, too.
-  const double slices = std::max(1.0, double(blocks) / tiles) + ragged;
+  // The last block of a tile adds up all of its slices; a persistent one has its own at hand, yet
+  // at the end of a ragged share it has also stored one of another tile.
+  const double slices =
+      k.persistent ? std::max(1.0, double(blocks) / tiles) - (ragged ? 0 : 1) : split;
   const double fixup = split > 1 ? cost.arrive_us + slices * cost.slice_us : 0;
 
   // DRAM: every operand once; what a wave streams beyond the L2 again with each further wave.
