@@ -124,8 +124,10 @@ def read_shapes(path: Path) -> Iterator[Shape]:
 class Bench:
     """Measures shapes; rows go to the output as they are made."""
 
-    def __init__(self, setting: Setting, output: Path, head: list[str]) -> None:
-        self.setting = setting
+    def __init__(
+        self, setting: Setting, output: Path, head: list[str], avoid: frozenset[str] = frozenset()
+    ) -> None:
+        self.setting, self.avoid = setting, avoid  # names of kernels not to touch
         self.l2_bytes = torch.cuda.get_device_properties(setting.provider.ordinal).L2_cache_size
         self.done: set[tuple[str, str, str]] = set()
         fresh = not output.exists() or output.stat().st_size == 0
@@ -237,14 +239,23 @@ class Bench:
         found = []
         chosen = self.setting.plan(problem).regions[0]
         for index, kernel in enumerate(self.setting.pack.kernels):
+            if self.setting.only not in kernel.name and index != chosen.kernel:
+                continue
+            if kernel.name in self.avoid:
+                continue
+            grids = set()  # splits beyond what the device holds make the same persistent launch
             splits = set(SPLITS) if kernel.split_k else {1}
             if index == chosen.kernel:
                 splits.add(chosen.split)
             for split in sorted(splits):
                 try:
-                    found.append((index, split, self.setting.plan(problem, index, split)))
+                    plan = self.setting.plan(problem, index, split)
                 except MoonPolyError:
                     continue  # not legal for this problem: the planner's own rule says so
+                if kernel.persistent and plan.regions[0].grid in grids:
+                    continue
+                grids.add(plan.regions[0].grid)
+                found.append((index, split, plan))
         return found
 
 
@@ -306,7 +317,7 @@ def main() -> int:
     ]
     with tempfile.TemporaryDirectory() as folder:
         pack = unpacked(arguments.pack, Path(folder))
-        setting = Setting(Provider(ordinal=arguments.device, pack=pack), pack)
+        setting = Setting(Provider(ordinal=arguments.device, pack=pack), pack, only=arguments.only)
         bench = Bench(setting, arguments.output, ORACLE_HEAD if arguments.oracle else PLAN_HEAD)
         left = [shape for shape in wanted if shape.key not in bench.done]
         if arguments.oracle:
@@ -360,6 +371,9 @@ def _arguments() -> argparse.Namespace:
         "--seconds", type=float, default=480, help="stop starting shapes after this long"
     )
     parser.add_argument("--oracle", action="store_true", help="time every legal kernel and split")
+    parser.add_argument(
+        "--only", default="", help="with --oracle, kernels whose names contain this"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="replays per candidate with --oracle")
     parser.add_argument(
         "--slowest", type=float, default=2.5,

@@ -35,7 +35,8 @@ BIASES = ("none", "row", "column", "scalar")
 def kernels(setting: Setting, record: Recorder) -> None:
     """Every kernel of the pack, forced, against float64; those that fail belong on a blocklist."""
     pack = setting.pack
-    every = range(0, len(pack.kernels), 37 if setting.quick else 1)
+    step = 37 if setting.quick else 1
+    every = [i for i in range(0, len(pack.kernels), step) if setting.only in pack.kernels[i].name]
     order = [pack.kernels[i].name for i in every]
     index = dict(zip(order, every, strict=True))
     tally = {"launches": 0, "kernels": 0}
@@ -63,7 +64,9 @@ def kernels(setting: Setting, record: Recorder) -> None:
         say(f"kernels: {name}: {reason}")
         wrong.setdefault(name, []).append(reason)
 
-    left = isolate(order, work, on_done, on_fault, deadline=record.deadline, patience=30.0)
+    left = isolate(
+        order, work, on_done, on_fault, deadline=record.deadline, patience=setting.patience
+    )
     record.note("cases", tally)
     record.note("largest error as a share of its limit", worst)
     record.check("kernels that are wrong", not wrong, len(wrong), 0,
@@ -92,6 +95,8 @@ def _forced_cases(kernel: native.KernelRecord) -> Iterator[tuple[Product, int]]:
         ]
         if kernel.split_k and split != SPLITS[0]:
             shapes = shapes[:2]
+        elif kernel.persistent:  # more tiles than blocks, and not a multiple
+            shapes.append((bm * 29 + 1, bn * 20 + 3, bk * 5 + 1))
         for m, n, k in shapes:
             batch, a_map, b_map = MAPS[turn % len(MAPS)]
             bias = biases[turn % len(biases)]

@@ -41,6 +41,8 @@ class Setting:
     work: Path = Path("/tmp")
     seed: int = 2026
     quick: bool = False
+    only: str = ""  # kernels whose names contain it
+    patience: float = 30.0  # seconds that one kernel may be silent
 
     @cached_property
     def pack(self) -> native.Pack:

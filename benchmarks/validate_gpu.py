@@ -115,7 +115,7 @@ def main() -> int:
         bert = arguments.bert or work / "bert"
         setting = Setting(
             Provider(arguments.provider, arguments.device, pack), pack, arguments.models, bert,
-            work, arguments.seed, arguments.quick,
+            work, arguments.seed, arguments.quick, arguments.only, arguments.patience,
         )  # fmt: skip
         exporting = None
         if arguments.bert is None and {"bert", "times"} & set(arguments.sections):
@@ -196,6 +196,10 @@ def _arguments() -> argparse.Namespace:
         "--commit", default=_commit(), help="recorded in the results; default: git's HEAD"
     )
     parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--only", default="", help="kernels: those whose names contain this")
+    parser.add_argument(
+        "--patience", type=float, default=30, help="kernels: seconds before one counts as hung"
+    )
     parser.add_argument("--quick", action="store_true", help="a small part of everything")
     arguments = parser.parse_args()
     arguments.sections = [name for name in arguments.sections.split(",") if name]

@@ -130,6 +130,7 @@ def _packs(found: Diagnosis) -> None:
     for path in paths:
         with found.checking("pack"):
             info = pack_format.read_info(path)
+            keys = [compiling.content_key(info.sm, info.triton, trial=t) for t in (False, True)]
             found.packs.append(
                 {
                     "path": str(path),
@@ -138,7 +139,7 @@ def _packs(found: Diagnosis) -> None:
                     "bytes": info.file_bytes,
                     "triton": info.triton,
                     "key": info.key,
-                    "fresh": info.key == compiling.content_key(info.sm, info.triton),
+                    "fresh": info.key in keys,
                 }
             )
 

@@ -53,6 +53,7 @@ class Bias(IntEnum):
 class Family(IntEnum):
     GEMM_TMA = 0
     GEMM_POINTER = 1
+    GEMM_WS = 2
 
 
 class _Struct(ctypes.Structure):
@@ -162,7 +163,7 @@ class KernelRecord(_Struct):
             )
         ),
         ("desc", DescShape * 3),
-        ("dependent_launch", c_int32),
+        *((field, c_int32) for field in ("dependent_launch", "persistent", "reserved")),
         ("cubin_offset", c_int64),
         ("cubin_bytes", c_int64),
     ]  # fmt: skip

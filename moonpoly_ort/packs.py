@@ -121,15 +121,16 @@ def _same(tables: Sequence[CostTable], others: Sequence[CostTable]) -> bool:
 
 def build_pack(
     sm: int, output: str | os.PathLike[str], *, tables: Sequence[CostTable] = (),
-    progress: Progress | None = None,
+    progress: Progress | None = None, trial: bool = False,
 ) -> Path:  # fmt: skip
     """Compiles all kernels of an architecture (90 for sm_90) into one file, written aside and
     renamed.
 
-    `tables` are measured costs, one row per kernel in the order of `specs(sm)`. `progress` is
-    called with (kernels done, kernels in all, name). No GPU is needed. Raises DeviceError
-    (unsupported `sm`), MissingDependencyError (no Triton), PackError (a kernel does not compile),
-    OutputError (`output` cannot be written).
+    With `trial`, kernels on trial are added: such a pack is used where it is named, and never taken
+    for the current one. `tables` are measured costs, one row per kernel in the order of `specs(sm,
+    trial=trial)`. `progress` is called with (kernels done, kernels in all, name). No GPU is needed.
+    Raises DeviceError (unsupported `sm`), MissingDependencyError (no Triton), PackError (a kernel
+    does not compile), OutputError (`output` cannot be written).
     """
     pack_name(sm)
     target = Path(output)
@@ -140,11 +141,10 @@ def build_pack(
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror}") from error
     triton = compiling.triton_version()
-    kernels = compiling.compile_specs(specs(sm), sm, progress=progress)
+    key = compiling.content_key(sm, triton, trial=trial)
+    kernels = compiling.compile_specs(specs(sm, trial=trial), sm, progress=progress)
     try:
-        pack_format.write_pack(
-            target, sm, kernels, tables, key=compiling.content_key(sm, triton), triton=triton
-        )
+        pack_format.write_pack(target, sm, kernels, tables, key=key, triton=triton)
     except OSError as error:
         raise OutputError(f"cannot write {target}: {error.strerror}") from error
     return target

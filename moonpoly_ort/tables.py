@@ -185,9 +185,9 @@ def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
     return [tables[gpu] for gpu in sorted(tables)]
 
 
-def cost_tables(sm: int) -> list[CostTable]:
+def cost_tables(sm: int, *, trial: bool = False) -> list[CostTable]:
     """The tables of an architecture as the pack builder takes them: one cost row per kernel of
-    `specs(sm)`.
+    `specs(sm, trial=trial)`.
 
     Kernels that a table does not list get a row of zeros, for which the planner uses its analytic
     model. Raises `TableError` for a table that lists none of them: it belongs to other kernels.
@@ -197,7 +197,7 @@ def cost_tables(sm: int) -> list[CostTable]:
     from .custom_ops.kernels.pack_format import COST, CostTable
     from .custom_ops.kernels.spec import name, specs
 
-    place = {name(spec): i for i, spec in enumerate(specs(sm))}
+    place = {name(spec): i for i, spec in enumerate(specs(sm, trial=trial))}
     result = []
     for table in for_architecture(sm):
         costs = np.zeros(len(place), COST)

@@ -34,10 +34,15 @@ from .spec import (
     name,
     specs,
     why_illegal,
+    ws_register_limit,
 )
 
 TRITON_MINOR = "3.9"
-SOURCES = ("tiles.py", "gemm_tma.py", "gemm_pointer.py", "compiling.py")
+SOURCES = {
+    Family.GEMM_TMA: ("tiles.py", "gemm_tma.py"),
+    Family.GEMM_POINTER: ("tiles.py", "gemm_pointer.py"),
+    Family.GEMM_WS: ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+}
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
 _LOCK = threading.Lock()
@@ -68,13 +73,15 @@ def triton_version() -> str:
     return version
 
 
-def content_key(sm: int, triton: str) -> str:
+def content_key(sm: int, triton: str, *, trial: bool = False) -> str:
     """The SHA-256 in hex of what a pack depends on: kernel sources, specs, Triton's version."""
+    listed = specs(sm, trial=trial)
+    sources = {source for spec in listed for source in SOURCES[spec.family]}
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for source in SOURCES:
+    for source in (*sorted(sources), "compiling.py"):
         digest.update((here / source).read_bytes())
-    for spec in specs(sm):
+    for spec in listed:
         digest.update(repr(spec).encode())
     digest.update(f"sm_{sm} triton {triton} pack {VERSION}".encode())
     return digest.hexdigest()
@@ -82,14 +89,17 @@ def content_key(sm: int, triton: str) -> str:
 
 def _signature(spec: KernelSpec) -> dict[str, str]:
     element = ELEMENT[spec.dtype]
-    a_box = (spec.bk, spec.bm) if spec.trans_a else (spec.bm, spec.bk)
+    y_box = spec.y_box
+    rows = y_box[0]  # of A: a consumer of gemm_ws loads its own
+    a_box = (spec.bk, rows) if spec.trans_a else (rows, spec.bk)
     b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
-    boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: (spec.bm, spec.bn)}
+    boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: y_box}
 
     def type_of(param: Param) -> str:
         if param in boxes:
-            rows, columns = boxes[param]
-            return f"tensordesc<{element}[1, {rows}, {columns}]>"
+            box = boxes[param]
+            layout = f",{_shared_layout(spec.dtype, box)}" if spec.family is Family.GEMM_WS else ""
+            return f"tensordesc<{element}[1, {box[0]}, {box[1]}]{layout}>"
         if param in (Param.PTR_A, Param.PTR_B, Param.PTR_Y, Param.PTR_BIAS):
             return f"*{element}"
         if param is Param.PTR_WORKSPACE:
@@ -98,7 +108,7 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
             return "*i32"
         if param in (Param.ALPHA, Param.BETA):
             return "fp32"
-        return "i64" if param >= Param.LDA else "i32"
+        return "i64" if Param.LDA <= param <= Param.BIAS_N else "i32"
 
     return {argument: type_of(param) for argument, param in PARAMETERS[spec.family].items()}
 
@@ -114,10 +124,25 @@ def _rounded(spec: KernelSpec, sm: int) -> str:
     return "both" if spec.family is Family.GEMM_POINTER else "none"
 
 
+def _shared_layout(dtype: Dtype, box: tuple[int, int]) -> Any:
+    """Where TMA puts a box in shared memory, as Gluon names it: a part of a tensor map's type."""
+    from triton.experimental.gluon import language as gl
+
+    element = gl.float32 if dtype is Dtype.F32 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, *box], element)
+
+
+def _options(spec: KernelSpec) -> dict[str, Any]:
+    if spec.family is not Family.GEMM_WS:
+        return {"num_warps": spec.warps, "num_stages": spec.stages, "enable_fp_fusion": True}
+    # The first consumer's warps; the compiler adds the other consumers and the loading warpgroup.
+    return {"num_warps": 4, "maxnreg": ws_register_limit(spec), "enable_fp_fusion": True}
+
+
 def _divisors(spec: KernelSpec) -> dict[str, int]:
     """What the compiler may assume of the run-time arguments: it decides how wide the loads are."""
     divisors = {"workspace": 16}
-    if spec.family is Family.GEMM_TMA:
+    if spec.family.tensor_maps:
         return divisors
     e = spec.dtype.bytes
     for pointer, pitch, batch, length, align in (
@@ -207,6 +232,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function = loading.kernel(spec.family)
     dependent_launch = is_launched_early(spec, sm)
@@ -216,7 +242,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     arguments = function.arg_names
     with _PARSING:
         function.cache_key  # noqa: B018 - computed once, by parsing
-    source = ASTSource(
+    source = (GluonASTSource if spec.family is Family.GEMM_WS else ASTSource)(
         function,
         {**_signature(spec), **dict.fromkeys(constants, "constexpr")},
         constants,
@@ -234,11 +260,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
             compiled = triton.compile(
                 source,
                 target=GPUTarget("cuda", sm, 32),
-                options={
-                    "num_warps": spec.warps,
-                    "num_stages": spec.stages,
-                    "enable_fp_fusion": True,
-                },
+                options=_options(spec),
             )
         except OSError as error:
             raise PackError(
@@ -250,6 +272,8 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise PackError(f"{name(spec)} needs scratch memory, which the launcher does not provide")
+    if metadata.num_warps != spec.warps:
+        raise PackError(f"{name(spec)} was compiled to {metadata.num_warps} warps")
     cubin = compiled.asm["cubin"]
     registers, frame = _resources(cubin)
     descriptors = tuple(
@@ -296,10 +320,10 @@ def compile_specs(
             raise
 
 
-def catalog_kernels(sm: int) -> list[PackedKernel]:
+def catalog_kernels(sm: int, *, trial: bool = False) -> list[PackedKernel]:
     """The kernel list without code, with estimated resources."""
     kernels = []
-    for spec in specs(sm):
+    for spec in specs(sm, trial=trial):
         shared, registers = estimated_resources(spec, sm)
         kernels.append(
             PackedKernel(

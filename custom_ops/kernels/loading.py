@@ -27,10 +27,13 @@ _IMPORT = threading.Lock()
 def kernel(family: Family, *, interpret: bool = False) -> Any:
     """The Triton function of a family: a `triton.JITFunction`, or an interpreted function.
 
-    Raises ImportError where Triton is not installed.
+    Raises ImportError where Triton is not installed, ValueError to interpret `gemm_ws`: Gluon has
+    no interpreter, and `spec.interpreted` names the kernel that stands in.
     """
     import triton
 
+    if interpret and family is Family.GEMM_WS:
+        raise ValueError("gemm_ws cannot be interpreted: take the one that spec.interpreted names")
     package = __package__ + (".interpreted" if interpret else ".compiled")
     with _IMPORT, triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = interpret
@@ -45,12 +48,18 @@ def constants(
     spec: KernelSpec, *, rounded: str = "none", dependent_launch: bool = False
 ) -> dict[str, Any]:
     """The compile-time arguments of a kernel; `rounded` names the TF32 factors it rounds itself."""
-    shared = {
+    common: dict[str, Any] = {
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
-        "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b, "SPLIT_K": spec.split_k,
-        "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix, "PRECISION": str(spec.precision),
-        "ROUND": rounded,
+        "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
+    }  # fmt: skip
+    if spec.family is Family.GEMM_WS:
+        return common | {
+            "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers, "STAGES": spec.stages,
+        }  # fmt: skip
+    common |= {
+        "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
+        "PRECISION": str(spec.precision), "ROUND": rounded,
     }  # fmt: skip
     if spec.family is Family.GEMM_TMA:
-        shared["DEPENDENT_LAUNCH"] = dependent_launch
-    return shared
+        common["DEPENDENT_LAUNCH"] = dependent_launch
+    return common

@@ -28,7 +28,7 @@ Code = TypeVar("Code")
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 MAGIC = b"MOONPACK"
-VERSION = 1
+VERSION = 2
 CUBIN_ALIGNMENT = 64
 
 
@@ -44,9 +44,10 @@ class Param(IntEnum):
     BIAS_M, BIAS_N = 25, 26
     ALPHA, BETA = 27, 28
     NULL = 29
+    BATCH = 30
 
 
-FAMILY_CODE = {Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1}
+FAMILY_CODE = {Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1, Family.GEMM_WS: 2}
 DTYPE_CODE = {Dtype.F16: 0, Dtype.BF16: 1, Dtype.F32: 2}
 PRECISION_CODE = {Precision.TF32: 0, Precision.IEEE: 1}
 
@@ -65,8 +66,8 @@ KERNEL = np.dtype([
         "group_m", "split_k", "swap", "bias_matrix", "align_a", "align_b", "align_c",
         "shared_bytes", "registers", "param_offset", "param_count",
     )),
-    ("desc", DESC_SHAPE, 3), ("dependent_launch", "<i4"),
-    ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
+    ("desc", DESC_SHAPE, 3), ("dependent_launch", "<i4"), ("persistent", "<i4"),
+    ("reserved", "<i4"), ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
 ])  # fmt: skip
 COST = np.dtype([
     ("fixed_us", "<f4"), ("step_us", "<f4"), ("single_step_us", "<f4"), ("blocks_per_sm", "<f4"),
@@ -189,7 +190,7 @@ def encode(
         row["precision"] = PRECISION_CODE[spec.precision]
         for attribute in (
             "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages", "group_m", "split_k", "swap",
-            "bias_matrix", "align_a", "align_b", "align_c",
+            "bias_matrix", "align_a", "align_b", "align_c", "persistent",
         ):  # fmt: skip
             row[attribute] = getattr(spec, attribute)
         row["shared_bytes"] = kernel.shared_bytes
@@ -398,7 +399,7 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                     Descriptor(tuple(int(b) for b in d["box"]), int(d["swizzle"]))  # type: ignore[arg-type]
                     for d in row["desc"]
                 )
-                if spec.family is Family.GEMM_TMA
+                if spec.family.tensor_maps
                 else (),
                 dependent_launch=bool(row["dependent_launch"]),
             )

@@ -13,6 +13,9 @@ _COMMON = {
     "a_div": Param.A_DIV, "a_mod": Param.A_MOD, "b_div": Param.B_DIV, "b_mod": Param.B_MOD,
     "z0": Param.Z0,
 }  # fmt: skip
+# The grid does not tell how many tiles there are, and each block works out its own K steps.
+_PERSISTENT = {argument: param for argument, param in _COMMON.items() if argument != "split"}
+_PERSISTENT["batch"] = Param.BATCH
 _PITCHES = {
     "lda": Param.LDA, "ldb": Param.LDB, "ldc": Param.LDC,
     "a_batch": Param.A_BATCH, "b_batch": Param.B_BATCH, "c_batch": Param.C_BATCH,
@@ -26,6 +29,7 @@ _POINTERS = {"a": Param.PTR_A, "b": Param.PTR_B, "y": Param.PTR_Y}
 PARAMETERS: dict[Family, dict[str, Param]] = {
     Family.GEMM_TMA: {**_DESCRIPTORS, **_COMMON, **_EPILOGUE},
     Family.GEMM_POINTER: {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
+    Family.GEMM_WS: {**_DESCRIPTORS, **_PERSISTENT, **_EPILOGUE},
 }
 
 

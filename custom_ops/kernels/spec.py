@@ -14,6 +14,12 @@ from typing import NamedTuple
 class Family(StrEnum):
     GEMM_TMA = "gemm_tma"
     GEMM_POINTER = "gemm_pointer"
+    GEMM_WS = "gemm_ws"
+
+    @property
+    def tensor_maps(self) -> bool:
+        """Whether operands and result go through TMA tensor maps."""
+        return self is not Family.GEMM_POINTER
 
 
 class Dtype(StrEnum):
@@ -63,6 +69,28 @@ class KernelSpec:
     align_b: int = 16
     align_c: int = 16
 
+    @property
+    def persistent(self) -> bool:
+        """Whether blocks walk over tiles: the grid is then at most what the device holds."""
+        return self.family is Family.GEMM_WS
+
+    @property
+    def consumers(self) -> int:
+        """gemm_ws: the warpgroups that multiply, each its own rows of the tile; one more loads."""
+        return self.warps // 4 - 1
+
+    @property
+    def multiplying_warps(self) -> int:
+        return 4 * self.consumers if self.family is Family.GEMM_WS else self.warps
+
+    @property
+    def y_box(self) -> tuple[int, int]:
+        """Rows and columns of the tile of Y that one TMA store writes."""
+        if self.family is not Family.GEMM_WS:
+            return self.bm, self.bn
+        rows = self.bm // self.consumers
+        return rows, min(self.bn, 8192 // rows // self.dtype.bytes)
+
 
 def name(spec: KernelSpec) -> str:
     """The kernel's unique name, e.g. `gemm_tma_f16_nn_128x256x64_w8_s3`."""
@@ -74,7 +102,7 @@ def name(spec: KernelSpec) -> str:
         "swap" if spec.swap else "",
         "split" if spec.split_k else "",
         "cmatrix" if spec.bias_matrix else "",
-        "" if spec.family is Family.GEMM_TMA else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
+        "" if spec.family.tensor_maps else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
     ]
     return "_".join(part for part in parts if part)
 
@@ -85,12 +113,17 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return (
             f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
         )
+    if spec.family is Family.GEMM_WS:
+        reason = _why_illegal_ws(spec, sm)
+        if reason is not None:
+            return reason
+    elif spec.warps not in (1, 2, 4, 8):
+        return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
     for field in ("bm", "bn", "bk"):
         size = getattr(spec, field)
-        if size not in (16, 32, 64, 128, 256):
+        by_consumers = spec.family is Family.GEMM_WS and field == "bm"  # checked already
+        if size not in (16, 32, 64, 128, 256) and not by_consumers:
             return f"{field} = {size}: tile sizes are powers of two from 16 to 256"
-    if spec.warps not in (1, 2, 4, 8):
-        return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
     if not 1 <= spec.stages <= 8:
         return f"{spec.stages} stages: 1 to 8 are supported"
     if spec.group_m < 1:
@@ -101,18 +134,35 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         align = getattr(spec, field)
         if align not in (2, 4, 8, 16) or align < spec.dtype.bytes:
             return f"{field} = {align}: powers of two from {spec.dtype.bytes} to 16 are accepted"
-    if spec.family is Family.GEMM_TMA:
+    if spec.family.tensor_maps:
         if sm < 90:
             return f"tensor maps need sm_90, not sm_{sm}"
         if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
             return "tensor maps need rows aligned to 16 bytes"
-    if spec.bm * spec.bn > 128 * 32 * spec.warps:
+    if spec.bm * spec.bn > 128 * 32 * spec.multiplying_warps:
         return (
-            f"{spec.bm}x{spec.bn} sums take more than 128 registers a thread of {spec.warps} warps"
+            f"{spec.bm}x{spec.bn} sums take more than 128 registers a thread of "
+            f"{spec.multiplying_warps} warps"
         )
     shared, _ = estimated_resources(spec, sm)
     if shared > SHARED_LIMIT[sm]:
         return f"{shared} bytes of shared memory exceed the {SHARED_LIMIT[sm]} of sm_{sm}"
+    return None
+
+
+def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
+    if sm != 90:
+        return f"warp specialisation is written for the wgmma of sm_90, not sm_{sm}"
+    if spec.warps not in (8, 12, 16):
+        return f"{spec.warps} warps: 8, 12 or 16, of which one warpgroup loads, are supported"
+    if spec.bm not in (64 * spec.consumers, 128 * spec.consumers):
+        return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
+    if spec.swap or spec.bias_matrix:
+        return "it computes upright tiles and takes a vector C only"
+    if spec.precision is Precision.IEEE:
+        return "wgmma has no ieee precision"
+    if spec.dtype is Dtype.F32 and (spec.trans_a or not spec.trans_b):
+        return "wgmma wants TF32 operands contiguous along K: layout nt only"
     return None
 
 
@@ -169,12 +219,25 @@ def right_is_k_major(spec: KernelSpec) -> bool:
     return not spec.trans_a if spec.swap else spec.trans_b
 
 
+def interpreted(spec: KernelSpec) -> KernelSpec:
+    """The kernel that computes the same in Triton's interpreter, which Gluon kernels do not have.
+
+    For a `gemm_ws` kernel it is a `gemm_tma` one without split-K, to be launched with one block for
+    each of its own tiles, which are as high as one consumer's rows.
+    """
+    if spec.family is not Family.GEMM_WS:
+        return spec
+    return replace(spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, split_k=False)
+
+
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     """(shared bytes per block, registers per thread), as the compiler will report them or near it.
 
     Calibrated on the compiled kernels; the tests hold the shared bytes to them.
     """
     e = spec.dtype.bytes
+    if spec.family is Family.GEMM_WS:
+        return _resources_ws(spec)
     wide = is_wide(spec, sm)
     left = (
         (spec.align_b, spec.bk * spec.bn * e)
@@ -206,6 +269,22 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     if spec.dtype is Dtype.F32 and spec.family is Family.GEMM_POINTER and not wide:
         stored = 0  # in the layout of the accumulators
     return max(loop, stored), _estimated_registers(spec, sm)
+
+
+def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
+    rows, columns = spec.y_box
+    ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * spec.dtype.bytes + 16)
+    stores = 2 * spec.consumers * rows * columns * spec.dtype.bytes
+    registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
+    return ring + stores + 80 * spec.consumers + 90, registers
+
+
+def ws_register_limit(spec: KernelSpec) -> int | None:
+    """Registers per thread at launch, before the loading warpgroup hands its share to the
+    consumers; None: all that a block of this size can have. One consumer with a small enough tile
+    leaves room for a second block.
+    """
+    return 128 if spec.consumers == 1 and spec.bn <= 128 else None
 
 
 def _estimated_registers(spec: KernelSpec, sm: int) -> int:
@@ -295,6 +374,19 @@ NARROW_MMA = (
     Tile(16, 128, 64, 4, 2, "sft"),
     Tile(16, 128, 128, 4, 1, "s"),
 )
+# Warp-specialised, sm_90: on trial. The warps include the loading warpgroup.
+SPECIALIZED = (
+    Tile(128, 256, 64, 12, 1, "sf"),
+    Tile(256, 128, 64, 12, 1, "s"),
+    Tile(192, 128, 64, 16, 1, "s"),
+    Tile(128, 128, 64, 12, 1, "sf"),
+    Tile(128, 128, 64, 8, 2, "s"),
+    Tile(64, 256, 64, 8, 1, "s"),
+    Tile(64, 128, 64, 8, 2, "sf"),
+    Tile(64, 128, 128, 8, 1, "s"),
+    Tile(128, 64, 64, 8, 2, "s"),
+    Tile(64, 64, 128, 8, 1, "s"),
+)
 # Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for
 # registers.
 UNALIGNED = (
@@ -343,7 +435,8 @@ def _stages(spec: KernelSpec, sm: int, per_sm: int) -> int:
     budget = SHARED_LIMIT[sm]
     if per_sm > 1:
         budget = (budget + RESERVED_SHARED) // per_sm - RESERVED_SHARED
-    for stages in range(MAX_STAGES, 2, -1):
+    deepest = 8 if spec.family is Family.GEMM_WS else MAX_STAGES
+    for stages in range(deepest, 2, -1):
         if estimated_resources(replace(spec, stages=stages), sm)[0] <= budget:
             return stages
     return 2
@@ -369,9 +462,9 @@ def _expand(tiles: Iterable[Tile], like: KernelSpec, sm: int) -> Iterator[Kernel
             yield replace(spec, split_k=True)
 
 
-def specs(sm: int) -> list[KernelSpec]:
+def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is
-    legal.
+    legal. With `trial`, those of families on trial follow: `gemm_ws`, on sm_90.
 
     Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and
     precision at the least alignment, with and without a matrix C. Raises ValueError for an
@@ -400,6 +493,11 @@ def specs(sm: int) -> list[KernelSpec]:
                 out += _expand(IEEE, replace(spec, precision=Precision.IEEE), sm)
             spec = replace(least, precision=Precision.IEEE, bias_matrix=True)
             out += _expand(IEEE[2:3], spec, sm)
+    if trial:
+        for dtype, layout in product(Dtype, (NN, NT)):
+            out += _expand(
+                SPECIALIZED, KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout), sm
+            )
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 

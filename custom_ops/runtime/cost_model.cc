@@ -46,6 +46,7 @@ constexpr double kStoreBytesPerClock = 25;  // epilogue, one SM
 constexpr double kMatrixBiasClocks = 1650;  // epilogue with a matrix C: masked loads
 constexpr double kArriveClocks = 1700;  // split-K: fence, atomic, and the wait of the last block
 constexpr double kSliceElementClocks = 26.5;  // split-K: a thread stores or adds up one partial sum
+constexpr double kRaggedStepShare = 1.4;  // stream-K: of a step, where blocks are at different K
 constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among those that have one
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -67,9 +68,12 @@ double smooth_max(std::initializer_list<double> limits) {
   return std::sqrt(std::sqrt(sum));
 }
 
+// One warpgroup of a persistent kernel does nothing but load.
+int multiplying_warps(const mp_kernel& k) { return k.persistent ? k.warps - 4 : k.warps; }
+
 // Split-K: the time in which a block stores its partial tile, or adds up one slice of it.
 double slice_clocks(const mp_kernel& k) {
-  return kSliceElementClocks * k.bm * k.bn / (32 * k.warps);
+  return kSliceElementClocks * k.bm * k.bn / (32 * multiplying_warps(k));
 }
 
 // Clocks of one K step when `resident` blocks share an SM and the L2 hands it `l2_bytes` a clock.
@@ -145,7 +149,8 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
   cost.legal = cost.blocks_per_sm > 0;
   if (!cost.legal) return cost;
   const double bytes = double(k.bm) * k.bn * element_bytes(k.dtype);
-  double fixed = kBlockClocks + kWarpgroupClocks * k.warps / 4 + bytes / kStoreBytesPerClock;
+  double fixed =
+      kBlockClocks + kWarpgroupClocks * multiplying_warps(k) / 4 + bytes / kStoreBytesPerClock;
   if (k.bias_matrix) fixed += kMatrixBiasClocks;
   if (k.split_k) fixed += slice_clocks(k);
   const double l2 = model.l2_bytes_per_clock, clocks = model.clocks_per_us;
@@ -222,6 +227,12 @@ std::vector<KernelCost> kernel_costs(const mp_kernel* kernels, int count, const 
   return costs;
 }
 
+int64_t grid_blocks(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
+                    int64_t tiles, int split) {
+  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
+  return k.persistent ? std::min(tiles * split, slots) : tiles * split;
+}
+
 namespace {
 
 // One K step in a wave of `blocks` that need not fill the device. Between the two costs that are
@@ -243,25 +254,47 @@ double waves_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks
   return compute;
 }
 
+// Persistent blocks: the loop of the busiest one, which hides the end of all but its last tile
+// behind the next one's loads. Blocks with `ragged` shares are at different K steps of their tiles
+// at the same time, so that they presumably find less in the L2 that others have read.
+double persistent_us(const KernelCost& cost, const DeviceModel& model, int64_t tiles,
+                     int64_t blocks, double steps, int split, bool ragged) {
+  const double share =
+      split > 1 ? std::ceil(tiles * steps / blocks) : ceil_div(tiles, blocks) * steps;
+  return share * step_time(cost, model, blocks) * (ragged ? kRaggedStepShare : 1);
+}
+
 }  // namespace
 
 double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
                   const Extent& e, int split) {
   const int64_t rows = (e.m + k.bm - 1) / k.bm, columns = (e.n + k.bn - 1) / k.bn;
-  const int64_t blocks = rows * columns * e.batch * split;
-  const double steps = ceil_div(ceil_div(e.k, k.bk), split);
-  // Split-K: each block's partial tile is read back by the last block of its tile, which in a
-  // later wave works beside others.
-  const double wave_fixed = cost.fixed_us + (split > 1 ? cost.slice_us : 0);
-  const double loop = waves_us(cost, model, blocks, steps, wave_fixed) - wave_fixed;
-  const double fixup = split > 1 ? cost.arrive_us + split * cost.slice_us : 0;
+  const int64_t tiles = rows * columns * e.batch;
+  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
+  const int64_t blocks = grid_blocks(k, cost, model, tiles, split);
+  const bool ragged = split > 1 && blocks < tiles * split;
+  double loop;
+  if (k.persistent) {
+    loop = persistent_us(cost, model, tiles, blocks, ceil_div(e.k, k.bk), split, ragged);
+  } else {
+    // Split-K: each block's partial tile is read back by the last block of its tile, which in a
+    // later wave works beside others.
+    const double wave_fixed = cost.fixed_us + (split > 1 ? cost.slice_us : 0);
+    const double steps = ceil_div(ceil_div(e.k, k.bk), split);
+    loop = waves_us(cost, model, blocks, steps, wave_fixed) - wave_fixed;
+  }
+  // The last block of a tile adds up all of its slices; a persistent one has its own at hand, yet
+  // at the end of a ragged share it has also stored one of another tile.
+  const double slices =
+      k.persistent ? std::max(1.0, double(blocks) / tiles) - (ragged ? 0 : 1) : split;
+  const double fixup = split > 1 ? cost.arrive_us + slices * cost.slice_us : 0;
 
   // DRAM: every operand once; what a wave streams beyond the L2 again with each further wave.
   double bytes = e.unique_bytes;
-  const double waves = double(blocks) / (int64_t{model.sm_count} * cost.blocks_per_sm);
+  const double waves = double(k.persistent ? tiles : blocks) / slots;
   if (waves >= 1 && bytes > model.l2_bytes) {
     const double high = std::min<int64_t>(std::max(k.group_m, 1), rows);
-    const double wide = std::min<double>(std::ceil(blocks / waves / high), columns);
+    const double wide = std::min<double>(std::ceil(slots / high), columns);
     const double wave = (high * k.bm + wide * k.bn) * double(e.k) * e.element_bytes;
     bytes = std::max(bytes, wave * waves);
   }

@@ -44,6 +44,10 @@ struct Extent {
   int element_bytes;
 };
 
+// Blocks that `tiles` output tiles are launched with.
+int64_t grid_blocks(const mp_kernel& kernel, const KernelCost& cost, const DeviceModel& model,
+                    int64_t tiles, int split);
+
 // Microseconds, launch included. `split` <= K steps.
 double predict_us(const mp_kernel& kernel, const KernelCost& cost, const DeviceModel& model,
                   const Extent& extent, int split);

@@ -361,6 +361,9 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
         case MP_P_BETA:
           args.f32(operands.bias ? p.beta : 0.0f);
           break;
+        case MP_P_BATCH:
+          args.i32(r.z);
+          break;
         case MP_P_NULL:
           args.pointer(nullptr);
           break;

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 #define MP_API_VERSION 1
-#define MP_PACK_VERSION 1
+#define MP_PACK_VERSION 2
 
 typedef enum mp_status {
   MP_OK = 0,
@@ -79,7 +79,7 @@ typedef struct mp_device {
 // counters are indexed by the entry within the region.
 typedef struct mp_region {
   int32_t kernel;  // index in the pack
-  int32_t split;   // K is cut into this many slices; 1: no workspace used
+  int32_t split;   // K is cut into this many slices (persistent: at most about so many); 1: no workspace used
   int64_t m0, m, n0, n, z0, z;
   int64_t grid;    // blocks of the one-dimensional grid
   int64_t workspace_bytes;  // fp32 partials of this region; 0 when split == 1
@@ -105,7 +105,9 @@ typedef enum mp_family {
   // Operands and result through TMA tensor maps; 16-byte aligned, sm_90 and up, K > 0 (a map cannot be empty).
   // TF32: maps of A and B have type TFLOAT32, which rounds to nearest; the tensor core alone truncates.
   MP_GEMM_TMA = 0,
-  MP_GEMM_POINTER = 1   // masked loads
+  MP_GEMM_POINTER = 1,  // masked loads
+  // As MP_GEMM_TMA, for sm_90: persistent blocks, a loading warpgroup and one to three consumers.
+  MP_GEMM_WS = 2
 } mp_family;
 
 // A kernel's parameters in order, so that the launcher needs no knowledge of a family's signature.
@@ -120,7 +122,8 @@ typedef enum mp_param {
   MP_P_A_BATCH, MP_P_B_BATCH, MP_P_C_BATCH,    // i64
   MP_P_BIAS_M, MP_P_BIAS_N,                    // i64
   MP_P_ALPHA, MP_P_BETA,                       // f32
-  MP_P_NULL                                    // a null pointer (Triton's scratch parameters)
+  MP_P_NULL,                                   // a null pointer (Triton's scratch parameters)
+  MP_P_BATCH                                   // i32; batch entries of the region
 } mp_param;
 
 typedef struct mp_desc_shape {  // how the TMA box of one operand was compiled
@@ -147,6 +150,12 @@ typedef struct mp_kernel {
   // 1: compiled for programmatic dependent launch (sm_90 and up): it waits for the kernel in front
   // of it on the stream by itself, before it touches memory, so it may be launched early.
   int32_t dependent_launch;
+  // 1: blocks walk over tiles, so the grid is at most what the device holds at once. With split_k
+  // the K steps of the last tiles are dealt to the blocks in equal shares, `split` of them a tile
+  // where the device holds that many: each block then has a partial tile in the workspace, and each
+  // consumer warpgroup (warps / 4 - 1 of them) of each block a counter.
+  int32_t persistent;
+  int32_t reserved;
   int64_t cubin_offset, cubin_bytes;  // from the start of the file
 } mp_kernel;
 

@@ -125,14 +125,17 @@ void Pack::verify_kernel(int index) const {
     fail(MP_BAD_PACK, "kernel pack '", path_, "': kernel ", index, " ", why..., kRebuild);
   };
   if (!terminated(k.name) || !terminated(k.entry)) refuse("has no terminated name");
-  if (k.family < 0 || k.family > MP_GEMM_POINTER || k.dtype < 0 || k.dtype > MP_F32 ||
-      k.precision < 0 || k.precision > MP_IEEE || (k.trans_a | k.trans_b) & ~1) {
+  if (k.family < 0 || k.family > MP_GEMM_WS || k.dtype < 0 || k.dtype > MP_F32 || k.precision < 0 ||
+      k.precision > MP_IEEE || (k.trans_a | k.trans_b) & ~1) {
     refuse(k.name, " has an unknown family, dtype, precision or layout");
   }
   if (k.bm <= 0 || k.bn <= 0 || k.bk <= 0 || k.bm > 1024 || k.bn > 1024 || k.bk > 1024 ||
       k.warps <= 0 || k.warps > 32 || k.stages <= 0 || k.shared_bytes < 0 || k.registers < 0) {
     refuse(k.name, " has tile ", k.bm, "x", k.bn, "x", k.bk, ", ", k.warps, " warps, ", k.stages,
            " stages");
+  }
+  if (k.persistent && (k.warps < 8 || k.warps % 4)) {
+    refuse(k.name, " is persistent with ", k.warps, " warps: a warpgroup loads, others multiply");
   }
   if (!is_alignment(k.align_a) || !is_alignment(k.align_b) || !is_alignment(k.align_c)) {
     refuse(k.name, " has alignments other than 2, 4, 8 or 16 bytes");
@@ -148,7 +151,7 @@ void Pack::verify_kernel(int index) const {
   int arguments = 0;
   for (int i = 0; i < k.param_count; ++i) {
     const int32_t p = params(k)[i];
-    if (p < MP_P_DESC_A || p > MP_P_NULL) refuse(k.name, " has the unknown parameter code ", p);
+    if (p < MP_P_DESC_A || p > MP_P_BATCH) refuse(k.name, " has the unknown parameter code ", p);
     arguments += p <= MP_P_DESC_Y ? 7 : 1;
     if (p > MP_P_DESC_Y || k.cubin_bytes == 0) continue;  // a catalog has no boxes
     const mp_desc_shape& d = k.desc[p - MP_P_DESC_A];

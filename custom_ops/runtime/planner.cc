@@ -54,7 +54,7 @@ const char* refusal(const mp_kernel& k, const mp_problem& p) {
     return "the operands are not aligned enough for it";
   }
   if (p.bias == MP_BIAS_MATRIX && !k.bias_matrix) return "it takes no matrix bias";
-  if (k.family == MP_GEMM_TMA) {
+  if (k.family != MP_GEMM_POINTER) {
     // A tensor map has no empty dimension, and its strides have 40 bits.
     if (p.k == 0) return "K is 0";
     const int64_t widest =
@@ -142,6 +142,25 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
     return;
   }
   if (!request.workspace || request.only_split == 1 || steps < 2) return;
+  const int64_t slots = int64_t{model_.sm_count} * cost.blocks_per_sm;
+  if (k.persistent) {
+    // Up to two tiles a block are streamed; the kernel counts their K steps in 32 bits.
+    if (steps * std::min(tiles, 2 * slots) > kMaxExtent) return;
+    if (request.only_split > 1) {
+      if (request.only_split <= steps) offer(request.only_split);
+    } else if (tiles >= slots) {
+      if (tiles % slots) offer(2);
+    } else {
+      // Slices of one length, or as many blocks as there are SMs, or slots.
+      const int64_t fill[] = {
+          2, 3, 4, 6, 8, 12, 16, 24, 32, ceil_div(model_.sm_count, tiles), ceil_div(slots, tiles)};
+      for (int64_t split : fill) {
+        if (split < 2 || split > std::min<int64_t>(kMaxSplit, steps)) continue;
+        if (tiles * split < slots + tiles) offer(static_cast<int>(split));
+      }
+    }
+    return;
+  }
   const int64_t tile_bytes = int64_t{k.bm} * k.bn * sizeof(float);
   if (request.only_split > 1) {
     if (request.only_split <= steps) offer(request.only_split);
@@ -159,7 +178,7 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
     const uint64_t bit = uint64_t{1} << (split % 64);
     if (split < 2 || (word & bit)) continue;
     word |= bit;
-    if (tiles * split > 2 * int64_t{model_.sm_count} * cost.blocks_per_sm) continue;
+    if (tiles * split > 2 * slots) continue;
     if (tiles * split * tile_bytes > kMaxWorkspace) continue;
     offer(split);
   }
@@ -226,10 +245,10 @@ void Planner::cover(const mp_problem& p, const mp_region& area, const PlanReques
     r.split = choice.split;
     r.z0 = area.z0 + z;
     r.z = std::min(entries, area.z - z);
-    r.grid = r.z * tiles * choice.split;
+    r.grid = grid_blocks(k, costs_[choice.kernel], model_, r.z * tiles, choice.split);
     if (choice.split > 1) {
       r.workspace_bytes = r.grid * k.bm * k.bn * static_cast<int64_t>(sizeof(float));
-      r.counters = r.z * tiles;
+      r.counters = k.persistent ? r.grid * (k.warps / 4 - 1) : r.z * tiles;
     }
     r.predicted_us = choice.us * (double(r.z) / area.z);
     out->workspace_bytes = std::max(out->workspace_bytes, r.workspace_bytes);

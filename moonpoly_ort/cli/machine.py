@@ -23,6 +23,9 @@ def pack(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the packs go; by default the cache.")
     ] = None,
+    trial: Annotated[
+        bool, typer.Option("--trial", help="Add kernels on trial, to try with MOONPOLY_PACK.")
+    ] = False,
     listing: Annotated[bool, typer.Option("--list", help="List the packs that are found.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
 ) -> None:
@@ -32,6 +35,8 @@ def pack(
     if listing:
         _list_packs(as_json)
         return
+    if trial and output is None:
+        raise typer.BadParameter("--trial needs --output: the cache is for packs without them")
     for sm in _architectures(arch or []):
         folder = output or packs.cache_dir()
         try:
@@ -41,7 +46,11 @@ def pack(
             raise OutputError(f"cannot make the folder {folder}: {why}") from error
         with progress(f"sm_{sm}") as report:
             path = packs.build_pack(
-                sm, folder / packs.pack_name(sm), tables=tables.cost_tables(sm), progress=report
+                sm,
+                folder / packs.pack_name(sm),
+                tables=tables.cost_tables(sm, trial=trial),
+                progress=report,
+                trial=trial,
             )
         typer.echo(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
 

@@ -130,6 +130,11 @@ class TestBadInput:
         (tmp_path / "packs" / "sm_90.mpk").mkdir(parents=True)
         fails(4, "pack", "--arch", "sm_90", "--output", tmp_path / "packs")
 
+    def test_kernels_on_trial_do_not_go_into_the_cache(self) -> None:
+        result = moonpoly("pack", "--arch", "sm_90", "--trial")
+        assert result.exit_code == 2
+        assert "--trial needs --output" in result.stderr
+
     def test_what_is_no_file_is_not_replaced_by_one(self, model: Path, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         fails(4, "rewrite", model, tmp_path / "pipe")

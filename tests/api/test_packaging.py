@@ -48,6 +48,7 @@ def test_the_wheel_holds_everything_under_one_name(tmp_path: Path) -> None:
         "cli/__main__.py",
         "graph_passes/matmul.py",
         "custom_ops/kernels/gemm_tma.py",
+        "custom_ops/kernels/gemm_ws.py",
         "custom_ops/runtime/moonpoly.h",
         "tuned/__init__.py",
     ):

@@ -56,7 +56,7 @@ def test_every_kernel_compiles_within_the_limits_of_its_architecture(sm: int) ->
 @pytest.mark.parametrize("family", Family)
 def test_parameters_are_those_of_the_kernel(family: Family) -> None:
     arguments = loading.kernel(family).arg_names
-    constants = list(loading.constants(SMALL))
+    constants = list(loading.constants(replace(SMALL, family=family)))
     assert arguments == [*PARAMETERS[family], *constants]
 
 
@@ -96,6 +96,29 @@ def test_tensor_maps_and_wgmma_on_hopper(tmp_path: Path) -> None:
         assert re.search(r"\bUTMASTG\.3D", sass), kernel.spec
         assert not re.search(r"\b(HMMA|LDL|STL)\b", sass), kernel.spec
         assert not re.search(r"\bSTS\b", _main_loop(sass)), kernel.spec
+
+
+def test_warp_specialised_kernels_on_hopper(tmp_path: Path) -> None:
+    trial = [s for s in specs(90, trial=True) if s.family is Family.GEMM_WS]
+    wanted = [trial[0], next(s for s in trial if s.consumers == 3 and s.split_k), trial[-1]]
+    assert [s.dtype for s in wanted] == [Dtype.F16, Dtype.F16, Dtype.F32]
+    for kernel in compile_specs(wanted, 90):
+        spec, sass = kernel.spec, _sass(kernel, tmp_path)
+        assert re.search(r"\bHGMMA\.", sass), spec
+        assert re.search(r"\bUTMALDG\.3D", sass), spec
+        assert re.search(r"\bUTMASTG\.3D", sass), spec
+        assert re.search(r"\bUSETMAXREG\b", sass), spec  # registers move to those that multiply
+        assert kernel.local_bytes == 0, spec
+        assert not kernel.dependent_launch
+        shared, registers = estimated_resources(spec, 90)
+        assert kernel.shared_bytes == pytest.approx(shared, rel=0.05)
+        assert kernel.registers == pytest.approx(registers, abs=8)
+        a, b, y = kernel.descriptors
+        assert (a.box[1:], b.box[0], y.box[1]) == (
+            (spec.bm // spec.consumers, 128 // spec.dtype.bytes),
+            1,
+            spec.bm // spec.consumers,
+        )
 
 
 def test_a_factor_of_tf32_would_be_copied_if_it_did_not_pass_through_registers(
@@ -207,8 +230,9 @@ def test_key_depends_on_content_only(monkeypatch: pytest.MonkeyPatch) -> None:
     key = content_key(90, "3.9.0")
     assert re.fullmatch("[0-9a-f]{64}", key)
     assert key == content_key(90, "3.9.0")
-    assert len({key, content_key(90, "3.9.1"), content_key(89, "3.9.0")}) == 3
-    monkeypatch.setattr(compiling, "specs", lambda sm: specs(sm)[1:])
+    trial = content_key(90, "3.9.0", trial=True)
+    assert len({key, trial, content_key(90, "3.9.1"), content_key(89, "3.9.0")}) == 4
+    monkeypatch.setattr(compiling, "specs", lambda sm, **_: specs(sm)[1:])
     shorter = content_key(90, "3.9.0")
     monkeypatch.setattr(compiling, "specs", specs)
     read = Path.read_bytes

@@ -19,6 +19,7 @@ from moonpoly_ort import interpreter
 from moonpoly_ort.errors import MissingDependencyError, MoonPolyError
 
 NAN, INF = float("nan"), float("inf")
+INTERPRETED = (Family.GEMM_TMA, Family.GEMM_POINTER)
 
 
 def spec_of(family: Family, dtype: Dtype = Dtype.F16, **changes: Any) -> KernelSpec:
@@ -86,7 +87,7 @@ def guarded() -> Iterator[Guarded]:
 LAYOUTS = [(a, b) for a in (False, True) for b in (False, True)]
 
 
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("family", INTERPRETED)
 @pytest.mark.parametrize("dtype", Dtype)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("swap", [False, True])
@@ -100,7 +101,7 @@ def test_every_kind_of_kernel_computes_the_product(
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    family = draw(st.sampled_from(Family))
+    family = draw(st.sampled_from(INTERPRETED))
     dtype = draw(st.sampled_from(Dtype))
     aligns = [a for a in (2, 4, 8, 16) if a >= dtype.bytes]
     least = 16 if family is Family.GEMM_TMA else draw(st.sampled_from(aligns))
@@ -141,7 +142,7 @@ def test_any_case_is_computed(case: Case) -> None:
     case.check()
 
 
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("family", INTERPRETED)
 @pytest.mark.parametrize("dtype", Dtype)
 def test_nan_and_inf_stay_in_their_rows_and_columns(family: Family, dtype: Dtype) -> None:
     case = Case(spec_of(family, dtype), 20, 40, 40, batch=2, a_map=(1, 2), b_map=(1, 2))
@@ -162,14 +163,14 @@ def test_without_k_the_result_is_beta_c(split: int, swap: bool) -> None:
     assert not case.run().any()
 
 
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("family", INTERPRETED)
 def test_more_slices_than_k_steps(family: Family) -> None:
     spec = spec_of(family, Dtype.F32, split_k=True)
     for k in (1, 16, 17, 40):
         Case(spec, 18, 33, k, split=6).check()
 
 
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("family", INTERPRETED)
 def test_slices_are_summed_in_their_order(family: Family) -> None:
     # 1e8 + 1 - 1e8 in fp32 is 0 from the left and 1 in any order that meets 1 last.
     spec = spec_of(family, Dtype.F32, split_k=True, precision=Precision.IEEE)
@@ -181,7 +182,7 @@ def test_slices_are_summed_in_their_order(family: Family) -> None:
     assert case.run().item() == 1.0
 
 
-@pytest.mark.parametrize("family", Family)
+@pytest.mark.parametrize("family", INTERPRETED)
 def test_regions_are_problems_of_their_own(family: Family) -> None:
     case = Case(
         spec_of(family, trans_b=True), 70, 64, 24, batch=6, a_map=(3, 2), b_map=(1, 3),
@@ -239,3 +240,19 @@ def test_one_process_interprets_and_compiles() -> None:
     case.check()
     assert compile_spec(replace(spec, bm=64, bn=64), 90).cubin
     case.check()
+
+
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(Dtype.F16, (False, False)), (Dtype.F32, (False, True))]
+)
+def test_a_kernel_without_an_interpreter_has_a_stand_in(
+    dtype: Dtype, layout: tuple[bool, bool], split: int
+) -> None:
+    spec = KernelSpec(
+        Family.GEMM_WS, dtype, 128, 64, 32, 12, 2, *layout, split_k=split > 1
+    )  # fmt: skip
+    Case(
+        spec, 150, 70, 90, batch=2, a_map=(1, 2), split=split, alpha=0.5, beta=2.0, bias="row",
+        cuts=([64], [], [1]),
+    ).check()  # fmt: skip

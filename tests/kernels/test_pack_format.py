@@ -25,7 +25,7 @@ from moonpoly_ort.custom_ops.kernels.pack_format import (
     write_pack,
 )
 from moonpoly_ort.custom_ops.kernels.signature import launch_params
-from moonpoly_ort.custom_ops.kernels.spec import Family, specs
+from moonpoly_ort.custom_ops.kernels.spec import specs
 
 from moonpoly_ort.errors import PackError
 
@@ -38,9 +38,9 @@ def kernels() -> list[PackedKernel]:
     return [
         PackedKernel(
             s, f"entry_{i}", bytes([i]) * (100 + 7 * i), 1000 + i, 32 + i, launch_params(s.family),
-            boxes if s.family is Family.GEMM_TMA else (),
+            boxes if s.family.tensor_maps else (),
         )
-        for i, s in enumerate(specs(90)[::40])
+        for i, s in enumerate(specs(90, trial=True)[::40])
     ]  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _patch(offset: int, value: bytes) -> Callable[[bytes], bytes]:
         (lambda data: b"", "is not a kernel pack"),
         (lambda data: data[:100], "is not a kernel pack"),
         (lambda data: b"ELF" + data[3:], "is not a kernel pack"),
-        (_patch(8, b"\x02"), "pack version 2, while this release reads 1"),
+        (_patch(8, b"\x01"), "pack version 1, while this release reads 2"),
         (lambda data: data[:-1], "truncated"),
         (lambda data: data + b"\0", "truncated"),
         (_patch(HEADER.itemsize + 5, b"\xff"), "corrupt"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
-from moonpoly_ort.custom_ops.kernels.spec import name, specs
+from moonpoly_ort.custom_ops.kernels.spec import Family, KernelSpec, name, specs
 
 from moonpoly_ort import packs
 from moonpoly_ort.errors import DeviceError, MissingDependencyError, OutputError, PackError
@@ -27,11 +27,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(packs, "__file__", str(tmp_path / "library" / "packs.py"))
     monkeypatch.setattr(packs, "_measured", lambda sm: [])
     for module in (packs, compiling):
-        monkeypatch.setattr(module, "specs", lambda sm: specs(sm)[-FEW:])
+        monkeypatch.setattr(module, "specs", lambda sm, **_: specs(sm)[-FEW:])
 
 
 def _key(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setattr(compiling, "content_key", lambda sm, triton: (key + triton).ljust(64, "."))
+    monkeypatch.setattr(
+        compiling, "content_key", lambda sm, triton, **_: (key + triton).ljust(64, ".")
+    )
 
 
 def test_a_pack_is_built_once_into_the_cache() -> None:
@@ -178,7 +180,7 @@ def test_a_second_builder_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -
     program = (
         "from moonpoly_ort import packs\n"
         "from moonpoly_ort.custom_ops.kernels import compiling, spec\n"
-        "packs.specs = compiling.specs = lambda sm: spec.specs(sm)[-3:]\n"
+        "packs.specs = compiling.specs = lambda sm, **_: spec.specs(sm)[-3:]\n"
         "packs._measured = lambda sm: []\n"
         "def never(*_, **__): raise SystemExit('built twice')\n"
         "compiling.compile_specs = never\n"
@@ -209,6 +211,25 @@ def test_a_pack_goes_where_it_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OutputError, match=r"cannot write .*folder\.mpk: Is a directory"):
         packs.build_pack(80, folder)
     assert sorted(os.listdir(tmp_path)) == ["folder.mpk", "my.mpk"]
+
+
+def test_a_pack_of_kernels_on_trial_is_used_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few(sm: int, *, trial: bool = False) -> list[KernelSpec]:
+        ours = [s for s in specs(sm, trial=True) if s.family is Family.GEMM_WS][-1:]
+        return specs(sm)[-FEW:] + (ours if trial else [])
+
+    for module in (packs, compiling):
+        monkeypatch.setattr(module, "specs", few)
+    target = packs.build_pack(90, tmp_path / packs.pack_name(90), trial=True)
+    kernels = pack_format.read_pack(target).kernels
+    assert [k.spec for k in kernels] == few(90, trial=True)
+    assert [k.spec.persistent for k in kernels] == [False] * FEW + [True]
+    assert packs.find_pack(90, target) == target
+    packs.cache_dir().mkdir(parents=True)
+    target.rename(packs.cache_dir() / target.name)
+    assert packs.find_pack(90) is None
 
 
 def test_an_unwritable_cache_says_what_to_set(

@@ -64,7 +64,7 @@ def test_flipped_byte(tmp_path: Path, offset: int) -> None:
 def test_other_version_names_both(tmp_path: Path) -> None:
     data = bytearray(pack_bytes(KERNELS))
     data[8] = 7
-    with pytest.raises(errors.PackError, match=r"version 7.*reads version 1"):
+    with pytest.raises(errors.PackError, match=r"version 7.*reads version 2"):
         opened(tmp_path / "p.mpk", bytes(data))
 
 
@@ -78,6 +78,7 @@ def test_other_version_names_both(tmp_path: Path) -> None:
         ("param_count", 10**6, "parameter list outside"),
         ("cubin_offset", 10**9, "cubin outside"),
         ("trans_a", 2, "layout"),
+        ("persistent", 1, "persistent with 4 warps"),
     ],
 )
 def test_faulty_writer(tmp_path: Path, field: str, value: int, message: str) -> None:

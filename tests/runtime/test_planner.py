@@ -77,8 +77,21 @@ def assert_kernels_accept(pack: native.Pack, p: native.Problem, plan: native.Pla
         assert k.family == native.Family.GEMM_POINTER or p.k > 0
         assert max(r.m, r.n, r.z) < 2**31
         tiles = ceil_div(r.m, k.bm) * ceil_div(r.n, k.bn) * r.z
-        assert r.grid == tiles * r.split < 2**31
         steps = ceil_div(p.k, k.bk)
+        if k.persistent:
+            slots = 132 * min(
+                233472 // (k.shared_bytes + 1024), 65536 // (k.registers * 32 * k.warps)
+            )
+            assert r.grid == min(tiles * r.split, slots)
+            assert (r.split > 1) == bool(k.split_k)
+            assert r.split <= steps
+            # A partial tile for each block and a flag for each of its consumers.
+            assert r.workspace_bytes == (r.grid * k.bm * k.bn * 4 if k.split_k else 0)
+            assert r.counters == (r.grid * (k.warps // 4 - 1) if k.split_k else 0)
+            assert not k.split_k or steps * min(tiles, 2 * slots) < 2**31
+            assert r.predicted_us > 0
+            continue
+        assert r.grid == tiles * r.split < 2**31
         if k.split_k:
             assert r.split >= 2
             assert (r.split - 1) * ceil_div(steps, r.split) < steps  # the last slice has work
@@ -152,9 +165,24 @@ def test_skinny_products_split_k(catalog: native.Pack) -> None:
 
 
 def test_large_products_take_large_tiles_without_split(catalog: native.Pack) -> None:
-    region = catalog.plan(h200(), problem(8192, 8192, 8192)).regions[0]
+    region = catalog.plan(h200(), problem(64 * 132, 8192, 8192)).regions[0]
     kernel = catalog.kernels[region.kernel]
     assert (kernel.bm, kernel.bn, region.split) == (128, 128, 1)
+
+
+def test_persistent_blocks_stream_what_does_not_fill_the_device(catalog: native.Pack) -> None:
+    index, kernel = next(
+        (i, k) for i, k in enumerate(catalog.kernels) if k.persistent and k.split_k and k.bm == 128
+    )
+    for m, grid in ((128 * 10, 10 * 7), (128 * 40, 132), (128 * 132, 132)):
+        p = problem(m, 128, 4096)
+        plan = catalog.plan(h200(), p, kernel=index, split=7)
+        assert plan.regions[0].grid == grid
+        assert_kernels_accept(catalog, p, plan)
+    # Whole rounds leave nothing to stream: left to itself the planner takes the kernel without.
+    with pytest.raises(errors.ProblemError):
+        catalog.plan(h200(), problem(128 * 132, 128, 4096), kernel=index)
+    assert kernel.warps == 12
 
 
 def test_forced_choices(catalog: native.Pack) -> None:

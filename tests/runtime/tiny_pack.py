@@ -11,20 +11,26 @@ from pathlib import Path
 
 from moonpoly_ort import native
 
-# mp_param codes, in the order of the two families in docs/architecture.md.
+# mp_param codes, in the order of the families in docs/architecture.md.
 DESC_A, DESC_B, DESC_Y = 1, 2, 3
 PTR_A, PTR_B, PTR_Y, PTR_BIAS, PTR_WORKSPACE, PTR_COUNTERS = 4, 5, 6, 7, 8, 9
 M, N, K, SPLIT = 10, 11, 12, 13
 A_DIV, A_MOD, B_DIV, B_MOD, Z0 = 14, 15, 16, 17, 18
 LDA, LDB, LDC, A_BATCH, B_BATCH, C_BATCH = 19, 20, 21, 22, 23, 24
-BIAS_M, BIAS_N, ALPHA, BETA, NULL = 25, 26, 27, 28, 29
+BIAS_M, BIAS_N, ALPHA, BETA, NULL, BATCH = 25, 26, 27, 28, 29, 30
 
 _MIDDLE = [PTR_BIAS, PTR_WORKSPACE, PTR_COUNTERS, M, N, K, SPLIT, A_DIV, A_MOD, B_DIV, B_MOD, Z0]
 _END = [BIAS_M, BIAS_N, ALPHA, BETA, NULL, NULL]
 TMA_PARAMS = [DESC_A, DESC_B, DESC_Y, *_MIDDLE, *_END]
+WS_PARAMS = [DESC_A, DESC_B, DESC_Y, *(p for p in _MIDDLE if p != SPLIT), BATCH, *_END]
 POINTER_PARAMS = [
     PTR_A, PTR_B, PTR_Y, *_MIDDLE, LDA, LDB, LDC, A_BATCH, B_BATCH, C_BATCH, *_END,
 ]  # fmt: skip
+PARAMS = {
+    native.Family.GEMM_TMA: TMA_PARAMS,
+    native.Family.GEMM_POINTER: POINTER_PARAMS,
+    native.Family.GEMM_WS: WS_PARAMS,
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class TinyKernel:
     def record(self, param_offset: int, params: Sequence[int]) -> native.KernelRecord:
         record = native.KernelRecord()
         name = (
-            f"{'tma' if self.family == 0 else 'pointer'}_{self.dtype}{self.precision}_"
+            f"{('tma', 'pointer', 'ws')[self.family]}_{self.dtype}{self.precision}_"
             f"{self.trans_a}{self.trans_b}_{self.bm}x{self.bn}x{self.bk}_w{self.warps}_"
             f"s{self.stages}_k{self.split_k}_b{self.bias_matrix}_a{self.align}_x{self.swap}"
         )
@@ -64,12 +70,13 @@ class TinyKernel:
         ):  # fmt: skip
             setattr(record, field, getattr(self, field))
         record.group_m = 8
+        record.persistent = self.family == native.Family.GEMM_WS
         record.align_a = record.align_b = record.align_c = self.align
         record.shared_bytes = (self.bm + self.bn) * self.bk * self.element_bytes * self.stages
         record.registers = 128
         record.param_offset, record.param_count = param_offset, len(params)
-        if self.family == native.Family.GEMM_TMA:
-            record.dependent_launch = 1
+        record.dependent_launch = self.family == native.Family.GEMM_TMA
+        if self.family != native.Family.GEMM_POINTER:
             boxes = ((self.bm, self.bk), (self.bk, self.bn), (self.bm, self.bn))
             for shape, (rows, columns) in zip(record.desc, boxes, strict=True):
                 shape.box[:] = (1, rows, min(columns, 128 // self.element_bytes))
@@ -79,7 +86,7 @@ class TinyKernel:
 
 def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
     """For every dtype and layout: TMA and pointer kernels with and without split-K and matrix bias,
-    and for pointers every alignment.
+    and for pointers every alignment. Persistent ones for 16-bit NN and NT.
     """
     kernels = []
     for dtype, precision in ((0, 0), (1, 0), (2, 0), (2, 1)):
@@ -94,6 +101,12 @@ def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
                 for split in (0, 1):
                     kernels.append(
                         TinyKernel(family=0, bm=bm, bn=bn, split_k=split, bias_matrix=1, **common)
+                    )
+            if least == 2 and layout < 2:
+                for bn, split in ((128, 0), (128, 1), (64, 0), (64, 1)):
+                    warps = 12 if bn == 128 else 8
+                    kernels.append(
+                        TinyKernel(family=2, bm=bn, bn=bn, warps=warps, split_k=split, **common)
                     )
             for align in (16, least):
                 for split in (0, 1):
@@ -122,12 +135,12 @@ def pack_bytes(
     tables: Sequence[tuple[native.Table, Sequence[native.Cost]]] = (),
 ) -> bytes:
     kernels = list(kernels)
-    header = native.PackHeader(magic=b"MOONPACK", version=1, sm=sm, key=b"0" * 64, triton=b"tiny")
+    header = native.PackHeader(magic=b"MOONPACK", version=2, sm=sm, key=b"0" * 64, triton=b"tiny")
     header.header_bytes = ctypes.sizeof(header)
     params: list[int] = []
     records = []
     for kernel in kernels:
-        own = TMA_PARAMS if kernel.family == native.Family.GEMM_TMA else POINTER_PARAMS
+        own = PARAMS[native.Family(kernel.family)]
         records.append(kernel.record(len(params), own))
         params += own
     params += [NULL] * (len(params) % 2)  # keeps the tables at 8 bytes

@@ -74,14 +74,17 @@ class Node:
             for record in self.pack.kernels:
                 if record.shared_bytes != want_shared or launch.block != 32 * record.warps:
                     continue
-                if record.family != (0 if arguments == 39 else 1) or record.dtype != 0:
+                if (record.family == 1) != (arguments != 39) or record.dtype != 0:
                     continue
                 values = launch.decode(record)
-                tiles = -(-values[10][0] // record.bm) * -(-values[11][0] // record.bn)  # type: ignore[operator]
-                split = values[13][0]
-                if bool(record.split_k) != (split > 1) or launch.grid % (tiles * split):  # type: ignore[operator]
-                    continue
-                if self._layout_fits(record, values):
+                if record.persistent:  # the grid does not tell whether K is cut
+                    fits = bool(record.split_k) == bool(values[8][0])
+                else:
+                    tiles = -(-values[10][0] // record.bm) * -(-values[11][0] // record.bn)  # type: ignore[operator]
+                    split = values[13][0]
+                    fits = bool(record.split_k) == (split > 1)  # type: ignore[operator]
+                    fits = fits and launch.grid % (tiles * split) == 0  # type: ignore[operator]
+                if fits and self._layout_fits(record, values):
                     out.append(record)
                     break
             else:
@@ -90,7 +93,7 @@ class Node:
 
     def _layout_fits(self, record: native.KernelRecord, values: dict[int, list[object]]) -> bool:
         m, n, k = (values[code][0] for code in (10, 11, 12))
-        if record.family == native.Family.GEMM_TMA:
+        if record.family != native.Family.GEMM_POINTER:
             a, b = values[1][0], values[2][0]
             return (
                 a.dims[1:] == ((k, m) if record.trans_a else (m, k))  # type: ignore[attr-defined]

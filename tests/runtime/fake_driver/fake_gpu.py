@@ -25,13 +25,13 @@ _SIZES = {
     **dict.fromkeys(range(tp.PTR_A, tp.PTR_COUNTERS + 1), (8,)),
     **dict.fromkeys(range(tp.M, tp.Z0 + 1), (4,)),
     **dict.fromkeys(range(tp.LDA, tp.BIAS_N + 1), (8,)),
-    tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,),
+    tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,), tp.BATCH: (4,),
 }  # fmt: skip
 _FORMATS = {128: "128s", 4: "i", 8: "q"}
 
 
 def _params(kernel: native.KernelRecord | tp.TinyKernel) -> list[int]:
-    return tp.TMA_PARAMS if kernel.family == native.Family.GEMM_TMA else tp.POINTER_PARAMS
+    return tp.PARAMS[native.Family(kernel.family)]
 
 
 def fake_cubin(kernel: tp.TinyKernel) -> bytes:
@@ -122,23 +122,30 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
         (value,) = v[code]
         return value  # type: ignore[return-value]
 
-    m, n, k, split = one(tp.M), one(tp.N), one(tp.K), one(tp.SPLIT)
+    m, n, k = one(tp.M), one(tp.N), one(tp.K)
     tiles = _ceil_div(m, kernel.bm) * _ceil_div(n, kernel.bn)
     assert launch.block == 32 * kernel.warps
     assert launch.shared == kernel.shared_bytes
-    assert launch.grid % (tiles * split) == 0
     assert v[tp.NULL] == [0]
-    batch = launch.grid // (tiles * split)
-    assert (split > 1) == bool(kernel.split_k)
+    if kernel.persistent:
+        batch = one(tp.BATCH)
+        assert kernel.split_k or launch.grid <= tiles * batch
+        flags = launch.grid * (kernel.warps // 4 - 1)
+    else:
+        split = one(tp.SPLIT)
+        assert launch.grid % (tiles * split) == 0
+        assert (split > 1) == bool(kernel.split_k)
+        batch = launch.grid // (tiles * split)
+        flags = tiles * batch
     if kernel.split_k:
-        arrivals = view(one(tp.PTR_COUNTERS), (tiles * batch,), (1,), np.dtype(np.int32))
+        arrivals = view(one(tp.PTR_COUNTERS), (flags,), (1,), np.dtype(np.int32))
         assert not arrivals.any()
         partials = launch.grid * kernel.bm * kernel.bn
         view(one(tp.PTR_WORKSPACE), (partials,), (1,), np.dtype(np.float32))[...] = np.nan
 
     def stored(operand: int, entry: int, rows: int, columns: int) -> npt.NDArray[np.generic]:
         """Rows x columns of an operand as it is stored in one batch entry."""
-        if kernel.family == native.Family.GEMM_TMA:
+        if kernel.family != native.Family.GEMM_POINTER:
             tensor_map, *sides = v[tp.DESC_A + operand]
             assert isinstance(tensor_map, TensorMap)
             tf32 = kernel.precision == native.Precision.TF32 and operand < 2

@@ -1,0 +1,182 @@
+"""Warp-specialised persistent GEMM for sm_90: one warpgroup loads tiles through TMA, one to three
+warpgroups multiply them with wgmma, each its own rows of the tile.
+
+Per stage of the ring there is one `full` barrier (one arrival: the producer's, completed by the
+bytes that it expects) and one `empty` barrier (one arrival from each consumer). Producer and
+consumers walk the same work items in the same order, so the ring runs on across tiles: loads of the
+next tile overlap this one's epilogue, which leaves through its own shared memory and TMA.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .ws_epilogue import publish, store_tile, wait_for
+from .ws_schedule import ceil_div, item, origin, owner_of, share_of
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of the ring; the phase flips each time round."""
+    stage += 1
+    around = stage == STAGES
+    return gl.where(around, 0, stage), phase ^ gl.where(around, 1, 0)
+
+
+@gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    """The stage that came before. Not a variable that remembers it: Triton 3.9 takes one that
+    starts equal to `stage`, and is then assigned its last value, for a constant of the loop."""
+    return gl.where(stage == 0, STAGES, stage) - 1
+
+
+@gluon.jit
+def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+            a_div, a_mod, b_div, b_mod, z0,
+            BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+            TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The loading warpgroup."""
+    ROWS: gl.constexpr = BM // CONSUMERS
+    BYTES: gl.constexpr = (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8
+    steps = ceil_div(K, BK)
+    whole, items, streamed, first, end = share_of(tiles, steps, STREAM_K)
+    stage = 0
+    phase = 1  # the wait for the phase before the first one returns at once: the ring starts empty
+    for index in range(items):
+        tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
+        z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
+        a_z = (z + z0) // a_div % a_mod
+        b_z = (z + z0) // b_div % b_mod
+        for step in range(begin, stop):
+            k = step * BK
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, BYTES)
+            for group in gl.static_range(CONSUMERS):
+                rows = m + group * ROWS
+                a = a_ring.index(stage * CONSUMERS + group)
+                tma.async_load(a_desc, [a_z, k, rows] if TRANS_A else [a_z, rows, k], bar, a)
+            b = b_ring.index(stage)
+            tma.async_load(b_desc, [b_z, n, k] if TRANS_B else [b_z, k, n], bar, b)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles,
+            z0, bias_stride_m, bias_stride_n, alpha, beta, GROUP: gl.constexpr,
+            BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+            TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The warpgroup that multiplies the rows of number GROUP in each tile."""
+    ROWS: gl.constexpr = BM // CONSUMERS
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1],
+        instr_shape=[16, BN, 256 // a_ring.dtype.primitive_bitwidth],
+    )  # fmt: skip
+    block = gl.program_id(0)
+    steps = ceil_div(K, BK)
+    whole, items, streamed, first, end = share_of(tiles, steps, STREAM_K)
+    stage = 0
+    phase = 0
+    for index in range(items):
+        tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
+        acc = gl.zeros((ROWS, BN), gl.float32, layout)
+        for step in range(begin, stop):
+            mbarrier.wait(full.index(stage), phase)
+            a = a_ring.index(stage * CONSUMERS + GROUP)
+            b = b_ring.index(stage)
+            a = a.reshape([BK, ROWS]).permute([1, 0]) if TRANS_A else a.reshape([ROWS, BK])
+            b = b.reshape([BN, BK]).permute([1, 0]) if TRANS_B else b.reshape([BK, BN])
+            acc = warpgroup_mma(a, b, acc, precision="tf32", is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))  # one in flight: the stage before is read
+            mbarrier.arrive(empty.index(before(stage, STAGES)), pred=step > begin)
+            stage, phase = advance(stage, phase, STAGES)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(before(stage, STAGES)))
+
+        z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
+        if STREAM_K and stop < steps:
+            publish(acc, workspace, counters, block, GROUP, CONSUMERS, y_desc.block_shape[2])
+        else:
+            helper = block
+            if STREAM_K and begin > 0:
+                helper = owner_of((tile - whole) * steps, tiles, steps)
+                wait_for(counters, helper, block, GROUP, CONSUMERS)
+            store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block,
+                       z + z0, m + GROUP * ROWS, n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
+                       GROUP, CONSUMERS, STREAM_K)  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
+            a_div, a_mod, b_div, b_mod, z0, batch, bias_stride_m, bias_stride_n, alpha, beta,
+            BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
+            TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    A_BOX: gl.constexpr = a_desc.block_shape
+    B_BOX: gl.constexpr = b_desc.block_shape
+    Y_BOX: gl.constexpr = y_desc.block_shape
+    a_ring = gl.allocate_shared_memory(
+        a_desc.dtype, [STAGES * CONSUMERS, A_BOX[0], A_BOX[1], A_BOX[2]], a_desc.layout
+    )
+    b_ring = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES, B_BOX[0], B_BOX[1], B_BOX[2]], b_desc.layout
+    )
+    y_tiles = gl.allocate_shared_memory(
+        y_desc.dtype, [2 * CONSUMERS, Y_BOX[0], Y_BOX[1], Y_BOX[2]], y_desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+
+    tiles = ceil_div(M, BM) * ceil_div(N, BN) * batch
+    # The last numbers are registers a thread: the loading warpgroup hands some to the consumers. It
+    # is a whole warpgroup, though one thread of it does the work: all four warps must execute the
+    # same setmaxnreg, and the padding that the compiler adds to a single warp has another one.
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+                        a_div, a_mod, b_div, b_mod, z0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
+            [4], [40])  # fmt: skip
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+                        a_div, a_mod, b_div, b_mod, z0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
+            [4, 4], [232, 40])  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
+                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 2,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
+                        a_div, a_mod, b_div, b_mod, z0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
+            [4, 4, 4], [152, 152, 40])  # fmt: skip

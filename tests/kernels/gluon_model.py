@@ -1,0 +1,342 @@
+"""A small model of the Gluon that `gemm_ws` uses, for which there is no interpreter: numpy arrays
+for tensors and shared memory, a thread for each partition of each block.
+
+What is asynchronous on the GPU happens here as late as the program's waits allow (products and TMA
+stores read shared memory only when they are waited for) or as early (TMA loads write at once), so
+that a buffer that is reused too soon gives wrong values. A wait that nobody answers fails the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PATIENCE = 20.0  # seconds that a wait may take before the ring counts as dead
+KERNELS = Path(__file__).parents[2] / "custom_ops" / "kernels"
+_local = threading.local()
+
+
+class Dtype:
+    def __init__(self, numpy: type, bits: int) -> None:
+        self.numpy, self.primitive_bitwidth = numpy, bits
+
+
+float16, float32, int32, int64 = (
+    Dtype(np.float16, 16), Dtype(np.float32, 32), Dtype(np.int32, 32), Dtype(np.int64, 64),
+)  # fmt: skip
+
+
+class Tensor(np.ndarray):
+    """Values; layouts are without meaning here."""
+
+    type = types.SimpleNamespace(layout=types.SimpleNamespace(instr_shape=(16, 0, 16)))
+
+    def to(self, dtype: Dtype) -> Tensor:
+        return self.astype(dtype.numpy).view(Tensor)
+
+    def permute(self, order: Sequence[int]) -> Tensor:
+        return np.transpose(self, order).view(Tensor)
+
+    def split(self) -> tuple[Tensor, Tensor]:
+        return tensor(self[..., 0].copy()), tensor(self[..., 1].copy())
+
+
+def tensor(values: Any) -> Tensor:
+    return np.asarray(values).view(Tensor)
+
+
+class Pointer:
+    def __init__(self, array: np.ndarray | None, offset: Any = 0) -> None:
+        self.array, self.offset = array, offset
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.array, self.offset + offset)
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, array: np.ndarray, dtype: Dtype) -> None:
+        self.array, self.dtype = array, dtype
+
+    def index(self, at: int) -> Shared:
+        return Shared(self.array[at], self.dtype)
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        view = self.array.view()
+        view.shape = tuple(shape)  # raises where a copy would be needed
+        return Shared(view, self.dtype)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.array.transpose(order), self.dtype)
+
+    def store(self, values: Tensor) -> None:
+        self.array[...] = values
+
+
+class Barrier:
+    """An mbarrier: a phase completes when all arrivals and all expected bytes are in."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+
+    def init(self, count: int) -> None:
+        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+
+    def update(self, arrivals: int, transfer: int) -> None:
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += transfer
+            assert self.pending >= 0, "more arrivals than the barrier counts"
+            if self.pending == 0 and self.bytes == 0:
+                self.pending = self.count
+                self.phase += 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            alive = self.changed.wait_for(lambda: self.phase & 1 != parity, PATIENCE)
+            assert alive, "a wait on a barrier that is never answered"
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, at: int) -> Barrier:
+        return self.all[at]
+
+
+class Descriptor:
+    """A tensor map of rank 3 over an array; `block_shape` is its box."""
+
+    layout = None
+
+    def __init__(self, array: np.ndarray, block_shape: Sequence[int], dtype: Dtype) -> None:
+        self.array, self.block_shape, self.dtype = array, list(block_shape), dtype
+
+    def box(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The part of the array inside the box at some coordinates, and its place in the box."""
+        inside = [
+            min(max(size - start, 0), box)
+            for start, size, box in zip(at, self.array.shape, self.block_shape, strict=True)
+        ]
+        assert all(start >= 0 for start in at)
+        return (
+            tuple(slice(start, start + size) for start, size in zip(at, inside, strict=True)),
+            tuple(slice(0, size) for size in inside),
+        )
+
+
+class Accumulator:
+    """Products that are still in flight; shared memory is read when they are waited for."""
+
+    def __init__(self, value: Tensor, pending: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        self.value, self.pending = value, pending
+
+    def finished(self, outstanding: int) -> Accumulator | Tensor:
+        while len(self.pending) > outstanding:
+            a, b = self.pending.pop(0)
+            product = a.astype(np.float32) @ b.astype(np.float32)
+            self.value = tensor(self.value + product)
+        return self if self.pending else self.value
+
+    shape = property(lambda self: self.value.shape)
+
+
+def warpgroup_mma(a: Shared, b: Shared, acc: Any, *, precision: str, is_async: bool) -> Accumulator:
+    assert is_async
+    assert precision == "tf32"
+    if not isinstance(acc, Accumulator):
+        acc = Accumulator(acc, [])
+    return Accumulator(acc.value, [*acc.pending, (a.array, b.array)])
+
+
+def warpgroup_mma_wait(outstanding: int, deps: tuple[Any]) -> Any:
+    (acc,) = deps
+    return acc.finished(outstanding) if isinstance(acc, Accumulator) else acc
+
+
+# ---- triton.experimental.gluon.language ----------------------------------------------------------
+def arange(start: int, end: int, layout: Any = None) -> Tensor:
+    return tensor(np.arange(start, end))
+
+
+def zeros(shape: Sequence[int], dtype: Dtype, layout: Any) -> Tensor:
+    return tensor(np.zeros(shape, dtype.numpy))
+
+
+def load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Any:
+    offsets, mask = np.broadcast_arrays(pointer.offset, mask)
+    if not mask.any():
+        return tensor(np.full(offsets.shape, other, np.float32))
+    assert pointer.array is not None, "a null pointer is read"
+    safe = np.where(mask, offsets, 0)
+    assert ((safe >= 0) & (safe < pointer.array.size)).all(), "a load outside its array"
+    return tensor(np.where(mask, pointer.array[safe], other))
+
+
+def store(pointer: Pointer, values: Any) -> None:
+    assert pointer.array is not None
+    offsets = np.asarray(pointer.offset)
+    assert ((offsets >= 0) & (offsets < pointer.array.size)).all(), "a store outside its array"
+    pointer.array[pointer.offset] = values
+
+
+_atomics = threading.Lock()
+
+
+def atomic_add(pointer: Pointer, value: int, sem: str) -> int:
+    assert pointer.array is not None
+    with _atomics:
+        old = int(pointer.array[pointer.offset])
+        pointer.array[pointer.offset] += value
+    if value == 0:  # a poll
+        assert time.monotonic() < _local.stop, "a flag that is never raised"
+        time.sleep(0.0002 if old == 0 else 0)
+    return old
+
+
+def allocate_shared_memory(dtype: Dtype, shape: Sequence[int], layout: Any) -> Any:
+    if dtype is int64:
+        return Barriers(shape[0])
+    return Shared(np.full(shape, np.nan, dtype.numpy), dtype)
+
+
+def warp_specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, ...]]],
+                    warps: Sequence[int], registers: Sequence[int]) -> None:  # fmt: skip
+    assert len(partitions) == len(warps) + 1 == len(registers) + 1
+    _together([_as_block(_local.block, _local.blocks, f, args) for f, args in partitions])
+
+
+def _as_block(block: int, blocks: int, function: Callable[..., None], args: Sequence[Any]) -> Any:
+    def work() -> None:
+        _local.block, _local.blocks, _local.stores = block, blocks, []
+        _local.stop = time.monotonic() + PATIENCE
+        function(*args)
+        assert not _local.stores, "TMA stores that nobody waited for"
+
+    return work
+
+
+def _together(work: Sequence[Callable[[], None]]) -> None:
+    faults: list[BaseException] = []
+
+    def guarded(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise faults[0]
+
+
+# ---- language.nvidia.hopper ----------------------------------------------------------------------
+def async_load(desc: Descriptor, at: Sequence[int], barrier: Barrier, target: Shared) -> None:
+    source, inside = desc.box(at)
+    target.array[...] = 0
+    target.array[inside] = desc.array[source]
+    barrier.update(0, -target.array.nbytes)
+
+
+def async_store(desc: Descriptor, at: Sequence[int], source: Shared) -> None:
+    target, inside = desc.box(at)
+    _local.stores.append((desc.array, target, source.array, inside))
+
+
+def store_wait(pending: int) -> None:
+    while len(_local.stores) > pending:
+        array, target, source, inside = _local.stores.pop(0)
+        array[target] = source[inside]
+
+
+def _module(name: str, **members: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__dict__.update(members)
+    return module
+
+
+def _stand_ins() -> dict[str, types.ModuleType]:
+    names = (
+        "float16", "float32", "int32", "int64", "arange", "zeros", "load", "store", "atomic_add",
+        "allocate_shared_memory", "warp_specialize",
+    )  # fmt: skip
+    language = _module(
+        "triton.experimental.gluon.language", **{name: globals()[name] for name in names},
+        constexpr=Any, static_range=range, where=lambda c, x, y: x if c else y,
+        minimum=min, maximum=max, program_id=lambda axis: _local.block, barrier=lambda: None,
+        num_programs=lambda axis: _local.blocks, convert_layout=lambda x, layout, assert_trivial: x,
+        NVMMADistributedLayout=lambda **shape: None, SliceLayout=lambda dim, parent: None,
+    )  # fmt: skip
+    hopper = _module(
+        "triton.experimental.gluon.language.nvidia.hopper",
+        fence_async_shared=lambda: None, warpgroup_mma=warpgroup_mma,
+        warpgroup_mma_wait=warpgroup_mma_wait,
+        tma=types.SimpleNamespace(
+            async_load=async_load, async_store=async_store, store_wait=store_wait
+        ),
+        mbarrier=types.SimpleNamespace(
+            MBarrierLayout=lambda: None,
+            init=lambda barrier, count: barrier.init(count),
+            wait=lambda barrier, parity: barrier.wait(parity),
+            expect=lambda barrier, size: barrier.update(1, size),
+            arrive=lambda barrier, pred=True: barrier.update(1, 0) if pred else None,
+        ),
+    )  # fmt: skip
+    gluon = _module("triton.experimental.gluon", jit=lambda f: f, language=language)
+    # Its parent, too: `from ... import gluon` asks that for the real one, where it is loaded.
+    parent = _module("triton.experimental", gluon=gluon)
+    return {module.__name__: module for module in (parent, gluon, language, hopper)}
+
+
+@contextlib.contextmanager
+def _substituted(modules: dict[str, types.ModuleType]) -> Iterator[None]:
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+_copies = itertools.count()
+
+
+def source(name: str) -> Any:
+    """A kernel module of the project, its Gluon replaced by this model."""
+    package = types.ModuleType(f"gluon_model_{next(_copies)}")
+    package.__path__ = [str(KERNELS)]
+    sys.modules[package.__name__] = package
+    with _substituted(_stand_ins()):
+        return importlib.import_module(f"{package.__name__}.{name}")
+
+
+def in_block(block: int, blocks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """One call of a device function as a block sees it, on this thread."""
+    _local.block, _local.blocks = block, blocks
+    return function(*args)
+
+
+def launch(function: Callable[..., None], blocks: int, *args: Any) -> None:
+    """Runs a kernel, all blocks at once."""
+    _together([_as_block(block, blocks, function, args) for block in range(blocks)])

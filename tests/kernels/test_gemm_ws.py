@@ -1,0 +1,182 @@
+"""The warp-specialised kernel on a model of its machine: schedule, ring, epilogue and stream-K."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import gluon_model as model
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moonpoly_ort.custom_ops.kernels.spec import (
+    Dtype,
+    Family,
+    KernelSpec,
+    interpreted,
+    legal,
+    specs,
+    why_illegal,
+)
+
+
+@functools.cache
+def module(name: str) -> Any:
+    return model.source(name)
+
+
+def items_of(
+    block: int, blocks: int, tiles: int, steps: int, stream: bool
+) -> list[tuple[int, int, int]]:
+    """(tile, first step, end) of a block's work, in its order."""
+    schedule = module("ws_schedule")
+    whole, items, streamed, first, end = model.in_block(
+        block, blocks, schedule.share_of, tiles, steps, stream
+    )
+    out = []
+    for index in range(items):
+        tile, begin, stop, end = model.in_block(
+            block, blocks, schedule.item, index, end, whole, streamed, first, steps, stream
+        )
+        out.append((tile, begin, stop))
+    return out
+
+
+@given(
+    tiles=st.integers(1, 60), steps=st.integers(1, 40), blocks=st.integers(1, 24),
+    stream=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=400)
+def test_every_step_is_computed_once_and_every_part_is_added_once(
+    tiles: int, steps: int, blocks: int, stream: bool
+) -> None:
+    blocks = min(blocks, tiles * steps if stream else tiles)
+    work = [items_of(block, blocks, tiles, steps, stream) for block in range(blocks)]
+    done = np.zeros((tiles, steps), int)
+    parts: dict[int, int] = {}  # block -> tile that it leaves unfinished
+    for block, items in enumerate(work):
+        for place, (tile, begin, stop) in enumerate(items):
+            assert begin < stop
+            done[tile, begin:stop] += 1
+            if stop < steps:
+                assert place == 0, "a part must be published before the block waits for others"
+                parts[block] = tile
+    assert (done == 1).all()
+    if not stream:
+        assert not parts
+    for block, items in enumerate(work):
+        whole = model.in_block(block, blocks, module("ws_schedule").share_of, tiles, steps, stream)[
+            0
+        ]
+        for tile, begin, stop in items:
+            if stop == steps and begin > 0:
+                first = model.in_block(
+                    block,
+                    blocks,
+                    module("ws_schedule").owner_of,
+                    (tile - whole) * steps,
+                    tiles,
+                    steps,
+                )
+                helpers = range(first, block)
+                assert [parts.pop(helper) for helper in helpers] == [tile] * len(helpers)
+    assert not parts, "parts that nobody adds"
+    steps_of = [sum(stop - begin for _, begin, stop in items) for items in work]
+    if stream:
+        assert max(steps_of) - min(steps_of) <= 1
+
+
+CASES = [
+    # consumers, bm, bn, bk, stages, m, n, k, batch, blocks, stream, trans_a, trans_b
+    (2, 128, 256, 32, 2, 131, 261, 70, 1, 3, False, False, False),
+    (2, 128, 128, 32, 3, 300, 200, 97, 1, 4, False, False, True),
+    (1, 64, 64, 16, 2, 70, 130, 33, 3, 5, False, False, False),
+    (1, 128, 64, 16, 4, 130, 64, 16, 1, 2, False, True, False),
+    (3, 192, 128, 32, 2, 200, 140, 64, 2, 3, False, False, True),
+    (2, 128, 256, 32, 3, 131, 261, 330, 1, 7, True, False, False),
+    (1, 64, 128, 16, 4, 100, 100, 500, 1, 9, True, False, True),
+    (3, 192, 128, 32, 2, 500, 500, 100, 1, 7, True, False, False),
+    (1, 128, 64, 16, 2, 300, 70, 60, 3, 4, True, False, True),
+    (2, 256, 128, 32, 2, 257, 129, 200, 1, 5, True, False, False),
+]
+
+
+@pytest.mark.parametrize("bias", ["none", "row", "column", "scalar"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_product(case: tuple[Any, ...], bias: str) -> None:
+    consumers, bm, bn, bk, stages, m, n, k, batch, blocks, stream, trans_a, trans_b = case
+    rng = np.random.default_rng(blocks)
+    # Small integers: every sum is exact, so that any order of adding up is held to equality.
+    a, b = (
+        rng.integers(-3, 4, shape).astype(np.float16) for shape in ((batch, m, k), (batch, k, n))
+    )
+    y = np.full((batch, m, n), np.nan, np.float16)
+    rows = bm // consumers
+    width = min(bn, 4096 // rows)
+    a_desc = model.Descriptor(
+        a.swapaxes(1, 2) if trans_a else a,
+        (1, bk, rows) if trans_a else (1, rows, bk),
+        model.float16,
+    )
+    b_desc = model.Descriptor(
+        b.swapaxes(1, 2) if trans_b else b, (1, bn, bk) if trans_b else (1, bk, bn), model.float16
+    )
+    y_desc = model.Descriptor(y, (1, rows, width), model.float16)
+    workspace = np.full(blocks * bm * bn, np.nan, np.float32)
+    counters = np.zeros(blocks * consumers, np.int32)
+    strides = {"row": (0, 1), "column": (1, 0)}.get(bias, (0, 0))
+    c = np.arange(1, 1000, dtype=np.float16) % 7
+    alpha, beta = 0.5, 0.0 if bias == "none" else 2.0
+    model.launch(
+        module("gemm_ws").gemm_ws, blocks, a_desc, b_desc, y_desc,
+        model.Pointer(None if bias == "none" else c), model.Pointer(workspace),
+        model.Pointer(counters),
+        m, n, k, 1, batch, 1, batch, 0, batch, *strides, alpha, beta,
+        bm, bn, bk, 8, trans_a, trans_b, stream, consumers, stages,
+    )  # fmt: skip
+    wide = alpha * (a.astype(np.float32) @ b.astype(np.float32))
+    at = np.arange(m)[:, None] * strides[0] + np.arange(n)[None, :] * strides[1]
+    np.testing.assert_array_equal(y, (wide + beta * c[at]).astype(np.float16))
+    assert not counters.any()
+
+
+SPEC = KernelSpec(Family.GEMM_WS, Dtype.F16, 128, 256, 64, 12, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sm", "reason"),
+    [
+        ({}, 100, "sm_90, not sm_100"),
+        ({"warps": 4}, 90, "4 warps"),
+        ({"bm": 192}, 90, "bm = 192: each of 2 consumers takes 64 or 128 rows"),
+        ({"bm": 256}, 90, "more than 128 registers"),
+        ({"swap": True}, 90, "upright"),
+        ({"bias_matrix": True}, 90, "vector C"),
+        ({"dtype": Dtype.F32, "bk": 32}, 90, "layout nt only"),
+        ({"stages": 5}, 90, "shared memory exceed"),
+        ({"align_c": 2}, 90, "16 bytes"),
+    ],
+)
+def test_illegal_specs_say_why(changes: dict[str, Any], sm: int, reason: str) -> None:
+    assert legal(SPEC, 90)
+    assert reason in (why_illegal(replace(SPEC, **changes), sm) or "")
+
+
+def test_the_family_is_on_trial_on_sm_90_and_each_kernel_has_a_stand_in() -> None:
+    for sm in (80, 86, 89, 100, 120):
+        assert not any(spec.persistent for spec in specs(sm, trial=True))
+    own = [spec for spec in specs(90, trial=True) if spec.persistent]
+    assert specs(90, trial=True) == specs(90) + own
+    assert {(s.dtype, s.trans_b) for s in own} >= {(Dtype.F16, False), (Dtype.F32, True)}
+    for spec in own:
+        other = interpreted(spec)
+        assert other.family is Family.GEMM_TMA
+        assert other.bm & (other.bm - 1) == 0  # Triton's tiles are powers of two
+        assert (other.dtype, other.trans_a, other.trans_b) == (
+            spec.dtype,
+            spec.trans_a,
+            spec.trans_b,
+        )
+        assert not other.split_k
