@@ -1,5 +1,5 @@
-"""ctypes mirror of `custom_ops/runtime/moonpoly.h`: plain-data structs and thin classes over
-libmoonpoly_ort.so.
+"""libmoonpoly_ort.so through ctypes: thin classes over the functions of
+`custom_ops/runtime/moonpoly.h`, whose structs are in `native_structs`.
 
 Importing this module needs no library; the first call loads it, checks its API version and the size
 of every struct, and raises `NativeLibraryError` with the build command if it is missing or does not
@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
-from enum import IntEnum
+from ctypes import c_char, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from types import TracebackType
 
@@ -24,221 +23,56 @@ from .errors import (
     PackError,
     ProblemError,
 )
+from .native_structs import (
+    MAX_REGIONS,
+    STRUCTS,
+    Bias,
+    Cost,
+    DescShape,
+    Device,
+    Dtype,
+    Family,
+    KernelRecord,
+    PackHeader,
+    Plan,
+    Precision,
+    Problem,
+    Region,
+    Stats,
+    Table,
+)
+
+__all__ = [
+    "API_VERSION",
+    "MAX_REGIONS",
+    "STRUCTS",
+    "Bias",
+    "Cost",
+    "DescShape",
+    "Device",
+    "Dtype",
+    "Family",
+    "Interpreter",
+    "KernelRecord",
+    "Launcher",
+    "Pack",
+    "PackHeader",
+    "Plan",
+    "Precision",
+    "Problem",
+    "Region",
+    "Stats",
+    "Table",
+    "device_count",
+    "device_query",
+    "gemm_problem",
+    "library_path",
+    "matmul_problem",
+    "set_interpreter",
+    "stats",
+]
 
 API_VERSION = 1
-MAX_REGIONS = 16
-
-
-class Dtype(IntEnum):
-    F16 = 0
-    BF16 = 1
-    F32 = 2
-
-
-class Precision(IntEnum):
-    """How fp32 is multiplied; fp16 and bf16 problems say TF32."""
-
-    TF32 = 0
-    IEEE = 1
-
-
-class Bias(IntEnum):
-    """Gemm's C by its broadcast: scalar, row and column are VECTOR."""
-
-    NONE = 0
-    VECTOR = 1
-    MATRIX = 2
-
-
-class Family(IntEnum):
-    GEMM_TMA = 0
-    GEMM_POINTER = 1
-    GEMM_WS = 2
-
-
-class _Struct(ctypes.Structure):
-    """A struct that shows its fields and can be filled by keyword."""
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{field[0]}={getattr(self, field[0])!r}" for field in self._fields_)
-        return f"{type(self).__name__}({fields})"
-
-
-class Problem(_Struct):
-    """`mp_problem`: Y[z] = alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C, a(z) = z // a_div % a_mod
-    and b alike. Sizes and strides count elements, alignments bytes.
-    """
-
-    _fields_ = [
-        *((name, c_int32) for name in ("dtype", "precision", "trans_a", "trans_b")),
-        *((name, c_int64) for name in ("m", "n", "k", "batch", "lda", "ldb", "ldc")),
-        *((name, c_int64) for name in ("a_batch_stride", "b_batch_stride", "c_batch_stride")),
-        *((name, c_int32) for name in ("a_div", "a_mod", "b_div", "b_mod")),
-        *((name, c_int32) for name in ("align_a", "align_b", "align_c", "bias")),
-        ("bias_stride_m", c_int64),
-        ("bias_stride_n", c_int64),
-        ("alpha", c_float),
-        ("beta", c_float),
-    ]
-
-
-class Device(_Struct):
-    """`mp_device`: the attributes of a GPU that planning reads. Bytes, MHz, GB/s."""
-
-    _fields_ = [
-        ("_name", c_char * 64),
-        *(
-            (name, c_int32)
-            for name in (
-                "sm", "sm_count", "shared_per_sm", "shared_per_block", "registers_per_sm",
-                "threads_per_sm", "blocks_per_sm", "clock_mhz", "memory_clock_mhz",
-                "memory_bus_bits",
-            )
-        ),
-        ("l2_bytes", c_int64),
-        ("memory_bytes", c_int64),
-        ("bandwidth_gbps", c_double),
-    ]  # fmt: skip
-
-    def __init__(self, *, name: str = "", **attributes: float) -> None:
-        super().__init__(_name=name.encode(), **attributes)
-
-    @property
-    def name(self) -> str:
-        return str(self._name.decode())
-
-
-class Region(_Struct):
-    """`mp_region`: one launch, rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z)."""
-
-    _fields_ = [
-        ("kernel", c_int32),
-        ("split", c_int32),
-        *((name, c_int64) for name in ("m0", "m", "n0", "n", "z0", "z")),
-        *((name, c_int64) for name in ("grid", "workspace_bytes", "counters")),
-        ("predicted_us", c_double),
-    ]
-
-
-class Plan(_Struct):
-    """`mp_plan`: the regions that cover a problem, and the workspace they need."""
-
-    _fields_ = [
-        ("region_count", c_int32),
-        ("_measured", c_int32),
-        ("workspace_bytes", c_int64),
-        ("counters", c_int64),
-        ("predicted_us", c_double),
-        ("_regions", Region * MAX_REGIONS),
-    ]
-
-    @property
-    def measured(self) -> bool:
-        """Whether the costs came from a table measured on this GPU."""
-        return bool(self._measured)
-
-    @property
-    def regions(self) -> list[Region]:
-        return list(self._regions[: self.region_count])
-
-
-class DescShape(_Struct):
-    """`mp_desc_shape`: the TMA box (batch, rows, columns) and swizzle code of one operand."""
-
-    _fields_ = [("box", c_int32 * 3), ("swizzle", c_int32)]
-
-
-class KernelRecord(_Struct):
-    """`mp_kernel`: one micro-kernel of a pack."""
-
-    _fields_ = [
-        ("_name", c_char * 96),
-        ("_entry", c_char * 64),
-        *(
-            (name, c_int32)
-            for name in (
-                "family", "dtype", "precision", "trans_a", "trans_b", "bm", "bn", "bk", "warps",
-                "stages", "group_m", "split_k", "swap", "bias_matrix", "align_a", "align_b",
-                "align_c", "shared_bytes", "registers", "param_offset", "param_count",
-            )
-        ),
-        ("desc", DescShape * 3),
-        *((field, c_int32) for field in ("dependent_launch", "persistent", "reserved")),
-        ("cubin_offset", c_int64),
-        ("cubin_bytes", c_int64),
-    ]  # fmt: skip
-
-    @property
-    def name(self) -> str:
-        return str(self._name.decode())
-
-    @property
-    def entry(self) -> str:
-        return str(self._entry.decode())
-
-
-class Cost(_Struct):
-    """`mp_cost`: measured time of one wave (fixed) and of one K step, microseconds."""
-
-    _fields_ = [
-        (name, c_float) for name in ("fixed_us", "step_us", "single_step_us", "blocks_per_sm")
-    ]
-
-
-class Table(_Struct):
-    """`mp_table`: the head of a GPU's measured costs."""
-
-    _fields_ = [
-        ("gpu", c_char * 64),
-        ("sm_count", c_int32),
-        ("reserved", c_int32),
-        ("bandwidth_gbps", c_double),
-        ("launch_us", c_double),
-    ]
-
-
-class PackHeader(_Struct):
-    """`mp_pack_header`."""
-
-    _fields_ = [
-        ("magic", c_char * 8),
-        ("version", c_uint32),
-        ("sm", c_uint32),
-        ("file_bytes", c_uint64),
-        ("checksum", c_uint64),
-        *((name, c_uint32) for name in ("kernel_count", "param_count", "table_count")),
-        ("header_bytes", c_uint32),
-        *((f"{name}_offset", c_int64) for name in ("kernels", "params", "tables", "cubins")),
-        ("key", c_char * 64),
-        ("triton", c_char * 32),
-    ]
-
-
-class Stats(_Struct):
-    """`mp_stats`: counters since the library was loaded, over all sessions."""
-
-    _fields_ = [
-        ("plan_hits", c_int64),
-        ("plan_misses", c_int64),
-        ("launches", c_int64),
-        ("plan_miss_us_total", c_double),
-        ("plan_miss_us_max", c_double),
-    ]
-
-
-STRUCTS: dict[str, type[_Struct]] = {
-    "mp_problem": Problem,
-    "mp_device": Device,
-    "mp_region": Region,
-    "mp_plan": Plan,
-    "mp_desc_shape": DescShape,
-    "mp_kernel": KernelRecord,
-    "mp_cost": Cost,
-    "mp_table": Table,
-    "mp_pack_header": PackHeader,
-    "mp_stats": Stats,
-}
-
 _InterpretFn = ctypes.CFUNCTYPE(
     c_int32, ctypes.POINTER(Problem), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
     ctypes.POINTER(c_char), c_int32,

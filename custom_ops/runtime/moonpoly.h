@@ -3,7 +3,7 @@
 //
 // Python (ctypes), the tuner and C++ programs use this header; ONNX Runtime uses only RegisterCustomOps.
 // Every struct here is plain data with fixed-width members and no implicit padding; Python mirrors
-// them in moonpoly_ort/native.py (call structs) and custom_ops/kernels/pack_format.py (pack structs),
+// them in moonpoly_ort/native_structs.py (call structs) and custom_ops/kernels/pack_format.py (pack structs),
 // and tests compare sizes and offsets through mp_struct_size.
 //
 // Conventions: functions return MP_OK or an mp_status; mp_last_error() then gives the text for the
