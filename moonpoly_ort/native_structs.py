@@ -1,5 +1,5 @@
-"""The structs and codes of `custom_ops/runtime/moonpoly.h`, for ctypes; `native` calls with them and
-checks their sizes against the library's.
+"""The structs and codes of `custom_ops/runtime/moonpoly.h` for ctypes; `native` calls with them
+and checks their sizes against the library's.
 """
 
 from __future__ import annotations
