@@ -177,11 +177,13 @@ class CudaKernel final : public Kernel {
 
     CurrentContext current(launcher_->context());
     void* counters = plan.counters ? launcher_->counters_for(stream, plan.counters) : nullptr;
-    const int64_t own_counters = plan.counters && !counters ? plan.counters * 4 : 0;
     // Ordered by the stream: ONNX Runtime hands this memory to another stream only after a
-    // synchronisation, so that it may be freed as soon as the launches are queued.
-    const Scratch scratch(ort_, context, allocator_, plan.workspace_bytes + own_counters);
-    if (own_counters) {
+    // synchronisation, so that it may be freed as soon as the launches are queued. There is room
+    // for counters in it even where none are needed there: a captured run, which cannot make the
+    // arena grow, then asks for what the runs before it did.
+    const int64_t own_bytes = plan.counters * static_cast<int64_t>(sizeof(int32_t));
+    const Scratch scratch(ort_, context, allocator_, plan.workspace_bytes + own_bytes);
+    if (plan.counters && !counters) {
       counters = static_cast<char*>(scratch.data()) + plan.workspace_bytes;
       launcher_->clear(counters, plan.counters, stream);
     }

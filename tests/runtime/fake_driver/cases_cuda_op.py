@@ -181,6 +181,15 @@ def test_capture_clears_counters_in_scratch(pack_path: Path) -> None:
     assert pointer + 4 * count == base + context.scratch[0]
 
 
+def test_a_captured_run_asks_for_no_more_memory_than_those_before_it(pack_path: Path) -> None:
+    """The arena cannot grow under capture: cudaMalloc is refused there."""
+    node = Node(pack_path)
+    x, y = array(1, 8192), array(8192, 64)
+    before = node.run([x, y]).scratch
+    driver.fake_set_capturing(1)
+    assert node.run([x, y]).scratch == before
+
+
 def test_streams_beyond_the_slots_use_scratch(pack_path: Path) -> None:
     node = Node(pack_path, device=1)
     driver.fake_set_context(1)
