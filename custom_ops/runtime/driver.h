@@ -33,6 +33,8 @@ enum : int {
 enum : int { CU_TENSOR_MAP_L2_PROMOTION_128B = 2 };
 enum : int { CU_FUNC_MAX_DYNAMIC_SHARED = 8 };
 enum : int { CU_STREAM_CAPTURE_NONE = 0 };
+// CU_STREAM_PER_THREAD: one handle that means another stream in every thread.
+inline CUstream per_thread_stream() { return reinterpret_cast<CUstream>(uintptr_t{2}); }
 enum : int { CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
 struct CUlaunchAttribute {

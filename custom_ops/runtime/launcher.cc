@@ -377,7 +377,7 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
 }
 
 void* Launcher::counters_for(CUstream stream, int64_t count) {
-  if (count > kCountersPerSlot) return nullptr;
+  if (count > kCountersPerSlot || stream == per_thread_stream()) return nullptr;
   int capturing = CU_STREAM_CAPTURE_NONE;
   check(driver().StreamIsCapturing(stream, &capturing), "cuStreamIsCapturing");
   if (capturing != CU_STREAM_CAPTURE_NONE) return nullptr;

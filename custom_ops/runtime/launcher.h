@@ -53,8 +53,9 @@ class Launcher {
   void launch(const mp_problem& problem, const mp_plan& plan, const Operands& operands,
               void* workspace, void* counters, CUstream stream, TensorMapCache* maps);
 
-  // Zeroed arrival counters that belong to the stream, or null: then (no room, or the stream is
-  // being captured, and a graph may replay beside its own stream) clear some yourself with `clear`.
+  // Zeroed arrival counters that belong to the stream, or null: then (no room, or the handle means
+  // several streams, or the stream is being captured, and a graph may replay beside its own stream)
+  // clear some yourself with `clear`.
   void* counters_for(CUstream stream, int64_t count);
   void clear(void* counters, int64_t count, CUstream stream);
 

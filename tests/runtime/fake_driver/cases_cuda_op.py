@@ -195,12 +195,23 @@ def test_streams_beyond_the_slots_use_scratch(pack_path: Path) -> None:
     driver.fake_set_context(1)
     x, y = array(1, 8192), array(8192, 64)
     seen = set()
-    for stream in range(1, 70):
+    for number in range(1, 70):
         driver.fake_reset()
-        node.launch([x, y], stream)
+        node.launch([x, y], 0x100 * number)
         seen.add(launches()[0].raw[9 + 14])
-        assert len(memsets()) == (stream > 64)
+        assert len(memsets()) == (number > 64)
     assert len(seen) >= 64
+
+
+def test_the_stream_of_each_thread_has_no_slot(pack_path: Path) -> None:
+    """cudaStreamPerThread, handle 2, is another stream in every thread."""
+    node = Node(pack_path)
+    x, y = array(1, 8192), array(8192, 64)
+    check(node.run([x, y], stream=2), exact(x) @ exact(y))
+    ((pointer, _, stream),) = memsets()
+    (base,) = node.ort.scratch_memory
+    assert stream == 2
+    assert base < pointer
 
 
 def test_without_a_stream_nothing_is_split(pack_path: Path) -> None:
