@@ -76,10 +76,13 @@ void check_plan(const moonpoly::Pack& pack, const mp_problem& problem, const mp_
       moonpoly::fail(MP_NO_KERNEL, "region ", i, ": kernel ", pack.kernel(r.kernel).name,
                      " cannot run this problem: ", why);
     }
-    const bool inside = r.m0 >= 0 && r.m > 0 && r.m0 + r.m <= problem.m && r.n0 >= 0 && r.n > 0 &&
-                        r.n0 + r.n <= problem.n && r.z0 >= 0 && r.z > 0 &&
-                        r.z0 + r.z <= problem.batch && r.grid > 0 && r.grid <= 0x7fffffff;
-    if (!inside) moonpoly::fail(MP_INVALID, "region ", i, " lies outside the problem");
+    const auto within = [](int64_t first, int64_t count, int64_t size) {
+      return first >= 0 && count > 0 && count <= size && first <= size - count;
+    };
+    if (!within(r.m0, r.m, problem.m) || !within(r.n0, r.n, problem.n) ||
+        !within(r.z0, r.z, problem.batch) || r.grid < 1 || r.grid > 0x7fffffff) {
+      moonpoly::fail(MP_INVALID, "region ", i, " lies outside the problem");
+    }
   }
 }
 

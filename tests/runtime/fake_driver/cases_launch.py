@@ -221,6 +221,9 @@ def test_bad_plans_are_refused(pack: native.Pack, launcher: native.Launcher) -> 
     plan._regions[0].m = 65
     with pytest.raises(errors.ProblemError, match="outside the problem"):
         launcher.launch(case.problem, plan, **at)
+    plan._regions[0].m, plan._regions[0].m0 = 64, 2**63 - 1
+    with pytest.raises(errors.ProblemError, match="outside the problem"):
+        launcher.launch(case.problem, plan, **at)
     plan._regions[0].kernel = 10**6
     with pytest.raises(errors.ProblemError, match="names kernel 1000000"):
         launcher.launch(case.problem, plan, **at)
