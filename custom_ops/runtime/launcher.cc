@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 #include <map>
+#include <system_error>
 #include <thread>
 
 #include "error.h"
@@ -205,7 +206,9 @@ void Launcher::load_kernel(int index) {
            std::to_string(ordinal_);
   };
   const Driver& api = driver();
-  check(api.ModuleLoadData(&modules_[index], pack_->cubin(k)), named("cuModuleLoadData").c_str());
+  if (!modules_[index]) {  // else of an attempt that failed further on
+    check(api.ModuleLoadData(&modules_[index], pack_->cubin(k)), named("cuModuleLoadData").c_str());
+  }
   CUfunction function = nullptr;
   check(api.ModuleGetFunction(&function, modules_[index], k.entry),
         named("cuModuleGetFunction").c_str());
@@ -250,7 +253,12 @@ void Launcher::load(int dtype, int precision) {
   const size_t helpers =
       std::min<size_t>({3, wanted.size() / 16, std::thread::hardware_concurrency()});
   std::vector<std::thread> threads;
-  for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+  threads.reserve(helpers);
+  try {
+    for (size_t i = 0; i < helpers; ++i) threads.emplace_back(work);
+  } catch (const std::system_error&) {
+    // No thread is to be had here: those that started and this one load everything.
+  }
   work();
   for (auto& thread : threads) thread.join();
   if (failure) std::rethrow_exception(failure);

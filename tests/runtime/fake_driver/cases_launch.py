@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +192,42 @@ def test_modules_are_loaded_once_and_shared(pack: native.Pack, launcher: native.
         case.run(other_device, pack, plan)
         assert driver.fake_modules() > modules
     assert driver.fake_modules() == modules
+
+
+def test_a_load_that_failed_can_be_repeated(pack: native.Pack) -> None:
+    case = Case(40, 72, 24)
+    plan = pack.plan(native.device_query(0), case.problem)
+    before = driver.fake_modules()
+    with native.Launcher(pack, 0) as launcher:
+        driver.fake_fail_function(1)
+        with pytest.raises(errors.DeviceError, match="cuFuncLoad of kernel"):
+            case.run(launcher, pack, plan)
+        driver.fake_fail_function(0)
+        case.run(launcher, pack, plan)
+    assert driver.fake_modules() == before
+
+
+@contextmanager
+def no_new_threads() -> Iterator[None]:
+    """Lets no thread start: its stack would take the whole address space."""
+    libc = ctypes.CDLL(None)
+    usual, huge = (ctypes.create_string_buffer(64) for _ in range(2))  # pthread_attr_t
+    assert libc.pthread_getattr_default_np(usual) == libc.pthread_attr_init(huge) == 0
+    assert libc.pthread_attr_setstacksize(huge, ctypes.c_size_t(1 << 47)) == 0
+    assert libc.pthread_setattr_default_np(huge) == 0
+    try:
+        with pytest.raises(RuntimeError, match="start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        libc.pthread_setattr_default_np(usual)
+
+
+def test_kernels_load_where_no_thread_is_to_be_had(pack: native.Pack) -> None:
+    case = Case(40, 72, 24)
+    plan = pack.plan(native.device_query(0), case.problem)
+    with native.Launcher(pack, 0) as launcher, no_new_threads():
+        case.run(launcher, pack, plan)
 
 
 def test_context_is_left_as_it_was(pack: native.Pack, launcher: native.Launcher) -> None:

@@ -18,7 +18,7 @@ std::mutex mutex;
 int context_marker[2];
 thread_local std::vector<void*> contexts;
 int capturing = 0;
-int modules = 0, functions_loaded = 0, fail_encode = 0;
+int modules = 0, functions_loaded = 0, fail_encode = 0, fail_function = 0;
 std::map<void*, int> shared_limits;
 
 struct Launch {
@@ -122,6 +122,7 @@ EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {
 }
 EXPORT int cuFuncLoad(void*) {
   std::lock_guard<std::mutex> lock(mutex);
+  if (fail_function) return 2;
   return ++functions_loaded, 0;
 }
 EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
@@ -218,6 +219,7 @@ EXPORT int cuTensorMapEncodeTiled(char* map, int dtype, uint32_t rank, void* add
 // ---------------------------------------------------------------------------------
 EXPORT void fake_set_capturing(int on) { capturing = on; }
 EXPORT void fake_fail_encode(int on) { fail_encode = on; }
+EXPORT void fake_fail_function(int on) { fail_function = on; }
 EXPORT void fake_set_context(int device) {
   contexts.clear();
   if (device >= 0) contexts.push_back(&context_marker[device]);
