@@ -164,7 +164,7 @@ void matmul_product(const Shape& a, const Shape& b, Element element, Product* ou
     const Group group{size, a_size != 1, b_size != 1};
     b_broadcast &= !group.in_b;
     if (count && groups[count - 1].in_a == group.in_a && groups[count - 1].in_b == group.in_b) {
-      groups[count - 1].size *= size;
+      groups[count - 1].size = multiply(groups[count - 1].size, size);
     } else {
       groups[count++] = group;
     }

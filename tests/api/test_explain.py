@@ -160,6 +160,7 @@ def test_bad_models_and_gpus(model: Path, tmp_path: Path) -> None:
         ((), (4,), "rank 1"),
         ((2, 3, 4), (3, 4, 5), "2 and 3"),
         ((2, -1), (3, 4), "negative"),
+        ((2**40, 2**40, 1, 1), (1, 1), "too large"),
     ],
 )
 def test_shapes_that_do_not_fit_a_matmul(a: tuple[int, ...], b: tuple[int, ...], message) -> None:
