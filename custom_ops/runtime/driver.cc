@@ -80,7 +80,8 @@ struct LoadedDriver {
 };
 
 const LoadedDriver& loaded() {
-  static const LoadedDriver instance;
+  // Never destroyed: a session that is a static object of the program ends after our own.
+  static const auto& instance = *new LoadedDriver;
   return instance;
 }
 
