@@ -65,6 +65,7 @@ struct LoadedDriver {
     find(api.MemFree, "cuMemFree_v2");
     find(api.MemsetD32, "cuMemsetD32_v2");
     find(api.MemsetD32Async, "cuMemsetD32Async");
+    find(api.StreamSynchronize, "cuStreamSynchronize");
     find(api.StreamIsCapturing, "cuStreamIsCapturing");
     find(api.GetErrorName, "cuGetErrorName");
     find(api.GetErrorString, "cuGetErrorString");

@@ -78,6 +78,7 @@ struct Driver {
   CUresult (*MemFree)(CUdeviceptr pointer);
   CUresult (*MemsetD32)(CUdeviceptr pointer, unsigned value, size_t count);
   CUresult (*MemsetD32Async)(CUdeviceptr pointer, unsigned value, size_t count, CUstream stream);
+  CUresult (*StreamSynchronize)(CUstream stream);
   CUresult (*StreamIsCapturing)(CUstream stream, int* status);
   CUresult (*GetErrorName)(CUresult result, const char** name);
   CUresult (*GetErrorString)(CUresult result, const char** text);

@@ -182,7 +182,10 @@ Launcher::Launcher(std::shared_ptr<const Pack> pack, int ordinal)
   CurrentContext current(context_.get());
   const size_t count = kSlots * kCountersPerSlot;
   check(driver().MemAlloc(&counters_, count * sizeof(int32_t)), "cuMemAlloc of counters");
-  const CUresult cleared = driver().MemsetD32(counters_, 0, count);
+  CUresult cleared = driver().MemsetD32(counters_, 0, count);
+  // That returns before it is done, on the null stream, for which ONNX Runtime's streams do not
+  // wait; it may be queued there behind any work of the program.
+  if (!cleared) cleared = driver().StreamSynchronize(nullptr);
   if (cleared) driver().MemFree(counters_);
   check(cleared, "cuMemsetD32 of counters");
 }

@@ -1,6 +1,7 @@
 // A stand-in for libcuda.so.1 on machines without a GPU: device memory is host memory, launches are
 // recorded. A "cubin" here is the list of its kernel's argument sizes, so that a launch copies
 // exactly what the real driver would.
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -33,6 +34,13 @@ struct Memset {
   uint64_t pointer, count, stream;
 };
 std::vector<Memset> memsets;
+
+struct PendingMemset {  // of the null stream
+  uint32_t* words;
+  size_t count;
+  uint32_t value;
+};
+std::vector<PendingMemset> pending;
 
 }  // namespace
 
@@ -171,16 +179,22 @@ EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   return *pointer = reinterpret_cast<uint64_t>(memory), 0;
 }
 EXPORT int cuMemFree_v2(uint64_t pointer) { return std::free(reinterpret_cast<void*>(pointer)), 0; }
+// Asynchronous to the host, like the driver's, and here as late as it may be.
 EXPORT int cuMemsetD32_v2(uint64_t pointer, unsigned value, size_t count) {
-  auto* words = reinterpret_cast<uint32_t*>(pointer);
-  for (size_t i = 0; i < count; ++i) words[i] = value;
-  return 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  return pending.push_back({reinterpret_cast<uint32_t*>(pointer), count, value}), 0;
+}
+EXPORT int cuStreamSynchronize(void* stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (stream) return kInvalidValue;
+  for (const PendingMemset& m : pending) std::fill_n(m.words, m.count, m.value);
+  return pending.clear(), 0;
 }
 EXPORT int cuMemsetD32Async(uint64_t pointer, unsigned value, size_t count, void* stream) {
   std::lock_guard<std::mutex> lock(mutex);
   if (pointer % 4) return kInvalidValue;
   memsets.push_back({pointer, count, reinterpret_cast<uint64_t>(stream)});
-  return cuMemsetD32_v2(pointer, value, count);
+  return std::fill_n(reinterpret_cast<uint32_t*>(pointer), count, value), 0;
 }
 EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
 EXPORT int cuGetErrorName(int, const char** name) { return *name = "CUDA_ERROR_FAKE", 0; }
