@@ -190,6 +190,9 @@ MP_EXPORT mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, 
       moonpoly::fail(MP_INVALID, "the plan needs ", plan->workspace_bytes,
                      " bytes of workspace and ", plan->counters, " zeroed counters; got null");
     }
+    if (plan->workspace_bytes && reinterpret_cast<uintptr_t>(workspace) % 16) {
+      moonpoly::fail(MP_INVALID, "the workspace at ", workspace, " is not 16-byte aligned");
+    }
     if (problem->bias != MP_BIAS_NONE && !bias) {
       moonpoly::fail(MP_INVALID, "the problem has a bias, but `bias` is null");
     }

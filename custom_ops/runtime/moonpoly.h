@@ -223,7 +223,7 @@ mp_status mp_gemm_problem(int32_t dtype, int32_t precision, const int64_t* a_dim
                           mp_problem* out);
 
 // Launches a plan on raw device pointers. stream: CUstream. workspace and counters must be at least
-// as large as the plan says; counters must be zero and are left zero.
+// as large as the plan says, workspace 16-byte aligned; counters must be zero and are left zero.
 typedef struct mp_launcher mp_launcher;  // a pack loaded on one device
 mp_status mp_launcher_create(const mp_pack* pack, int32_t ordinal, mp_launcher** out);
 void mp_launcher_destroy(mp_launcher* launcher);

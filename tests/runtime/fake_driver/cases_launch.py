@@ -256,6 +256,8 @@ def test_bad_plans_are_refused(pack: native.Pack, launcher: native.Launcher) -> 
     at = {"a": case.a.address, "b": case.b.address, "y": case.y.address}
     with pytest.raises(errors.ProblemError, match="bytes of workspace"):
         launcher.launch(case.problem, plan, **at)
+    with pytest.raises(errors.ProblemError, match="0x1008 is not 16-byte aligned"):
+        launcher.launch(case.problem, plan, **at, workspace=0x1008, counters=0x1000)
     plan = pack.plan(native.device_query(1), case.problem, split=1)
     plan._regions[0].m = 65
     with pytest.raises(errors.ProblemError, match="outside the problem"):
