@@ -45,6 +45,7 @@ struct LoadedDriver {
       }
     };
     find(api.Init, "cuInit");
+    find(api.DriverGetVersion, "cuDriverGetVersion");
     find(api.DeviceGetCount, "cuDeviceGetCount");
     find(api.DeviceGet, "cuDeviceGet");
     find(api.DeviceGetName, "cuDeviceGetName");
@@ -76,7 +77,10 @@ struct LoadedDriver {
       const char* text = nullptr;
       api.GetErrorString(result, &text);
       failure = std::string("the CUDA driver does not start (cuInit): ") + (text ? text : "?");
+      return;
     }
+    int version = 0;
+    if (api.DriverGetVersion(&version) != 0 || version < 12030) api.LaunchKernelEx = nullptr;
   }
 };
 

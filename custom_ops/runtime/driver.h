@@ -54,6 +54,7 @@ struct CUlaunchConfig {
 
 struct Driver {
   CUresult (*Init)(unsigned flags);
+  CUresult (*DriverGetVersion)(int* version);
   CUresult (*DeviceGetCount)(int* count);
   CUresult (*DeviceGet)(CUdevice* device, int ordinal);
   CUresult (*DeviceGetName)(char* name, int bytes, CUdevice device);
@@ -71,7 +72,8 @@ struct Driver {
   CUresult (*LaunchKernel)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                            unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
                            CUstream stream, void** params, void** extra);
-  // Absent before CUDA 11.8; launches a kernel before the one in front of it has ended.
+  // Launches a kernel before the one in front of it has ended. Null before CUDA 12.3, whose graphs
+  // are the first to keep such launches when they are captured.
   CUresult (*LaunchKernelEx)(const CUlaunchConfig* config, CUfunction function, void** params,
                              void** extra);
   CUresult (*MemAlloc)(CUdeviceptr* pointer, size_t bytes);
