@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_char, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from .errors import (
     DeviceError,
@@ -173,7 +175,36 @@ def _check(status: int) -> None:
         raise _ERRORS.get(status, NativeLibraryError)(text)
 
 
-class Pack:
+class _Owner(ABC):
+    """Owns an object of the library, until `close`, the end of a `with`, or its own end."""
+
+    _handle: c_void_p
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+    def close(self) -> None:
+        if self._handle:
+            self._release()
+            self._handle = c_void_p()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+
+class Pack(_Owner):
     """An open kernel pack or catalog; a context manager.
 
     Raises:
@@ -221,31 +252,14 @@ class Pack:
         )  # fmt: skip
         return plan
 
-    def close(self) -> None:
-        if self._handle:
-            _library().mp_pack_close(self._handle)
-            self._handle = c_void_p()
+    def _release(self) -> None:
+        _library().mp_pack_close(self._handle)
 
     def __iter__(self) -> Iterator[KernelRecord]:
         return iter(self._kernels)
 
-    def __enter__(self) -> Pack:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self.close()
-
-
-class Launcher:
+class Launcher(_Owner):
     """A pack loaded on one GPU: runs plans on raw device addresses and a stream.
 
     Raises:
@@ -278,25 +292,8 @@ class Launcher:
             )
         )  # fmt: skip
 
-    def close(self) -> None:
-        if self._handle:
-            _library().mp_launcher_destroy(self._handle)
-            self._handle = c_void_p()
-
-    def __enter__(self) -> Launcher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self.close()
+    def _release(self) -> None:
+        _library().mp_launcher_destroy(self._handle)
 
 
 def device_count() -> int:
