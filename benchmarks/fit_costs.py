@@ -66,6 +66,9 @@ class Planner:
         self.kernels = [replace(kernel, cubin=b"") for kernel in whole.kernels]
         self.facts, self._folder, self._count = facts, folder, 0
         self.device = native.Device(name=facts["gpu"], **facts["device"])
+        with self.without_table() as catalog:
+            # Blocks that one SM holds, at least 1, of each kernel.
+            self.occupancy = [max(1, native.blocks_per_sm(k, self.device)) for k in catalog.kernels]
 
     def with_costs(self, costs: npt.NDArray[np.void], bandwidth: float) -> native.Pack:
         """A catalog whose table holds these costs, zeros for what was not measured."""
@@ -93,20 +96,6 @@ class Planner:
             ]
         )
 
-    def occupancy(self, index: int) -> int:
-        """Blocks of a kernel that one SM holds, by shared memory, registers and threads."""
-        kernel, device = self.kernels[index], self.device
-        threads = 32 * kernel.spec.warps
-        # The system keeps 1 KB per block; a warp's registers are allocated in units of 256.
-        registers = -(-max(kernel.registers, 16) * 32 // 256) * 256 * kernel.spec.warps
-        fits = (
-            device.shared_per_sm // (kernel.shared_bytes + 1024),
-            device.registers_per_sm // registers,
-            device.threads_per_sm // threads,
-            device.blocks_per_sm,
-        )
-        return max(1, int(min(fits)))
-
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -121,7 +110,7 @@ class Coefficients:
 
     @staticmethod
     def probe(planner: Planner, rows: list[Row]) -> Coefficients:
-        blocks = [planner.occupancy(i) for i in range(len(planner.kernels))]
+        blocks = planner.occupancy
 
         def predict(bandwidth: float, *costs: float) -> Floats:
             table = np.zeros(len(planner.kernels), pack_format.COST)
@@ -157,7 +146,7 @@ def analytic_costs(planner: Planner) -> Floats:
     rows = []
     for index, kernel in enumerate(planner.kernels):
         spec, split = kernel.spec, 2 if kernel.spec.split_k else 1
-        wave = max(1, planner.device.sm_count * planner.occupancy(index) // split)
+        wave = max(1, planner.device.sm_count * planner.occupancy[index] // split)
         number = (str(spec.dtype), "ieee" if spec.precision == "ieee" else "tf32")
         name = next(name for name in NUMBERS if NUMBERS[name] == number)
         layout = "nt"[spec.trans_a] + "nt"[spec.trans_b]
@@ -226,7 +215,7 @@ class Fit:
                 self.coefficients.select(which), self.us[which], self.weights[which],
                 self.prior[kernel], bandwidth,
             )  # fmt: skip
-            costs[kernel] = (*found, self.planner.occupancy(kernel))
+            costs[kernel] = (*found, self.planner.occupancy[kernel])
             error += loss
         return costs, error
 

@@ -274,18 +274,6 @@ def _region(region: native.Region, pack: native.Pack, device: native.Device) -> 
         **sizes,
         split=region.split,
         grid=region.grid,
-        waves=region.grid / (device.sm_count * blocks_per_sm(kernel, device)),
+        waves=region.grid / (device.sm_count * native.blocks_per_sm(kernel, device)),
         predicted_us=region.predicted_us,
     )
-
-
-def blocks_per_sm(kernel: native.KernelRecord, device: native.Device) -> int:
-    """How many blocks of a kernel one SM holds, at least 1 (the rules of CUDA's occupancy)."""
-    warp_registers = -(-kernel.registers * 32 // 256) * 256  # allocated 256 at a time
-    limits = (
-        device.blocks_per_sm,
-        device.threads_per_sm // (32 * kernel.warps),
-        device.registers_per_sm // max(warp_registers * kernel.warps, 1),
-        device.shared_per_sm // (kernel.shared_bytes + 1024),  # CUDA keeps 1 KiB of each block
-    )
-    return max(1, int(min(limits)))

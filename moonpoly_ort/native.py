@@ -65,6 +65,7 @@ __all__ = [
     "Region",
     "Stats",
     "Table",
+    "blocks_per_sm",
     "device_count",
     "device_query",
     "gemm_problem",
@@ -135,6 +136,7 @@ def _library() -> ctypes.CDLL:
         "mp_pack_info": (pointer(PackHeader), [c_void_p]),
         "mp_device_count": (c_int32, [pointer(c_int32)]),
         "mp_device_query": (c_int32, [c_int32, pointer(Device)]),
+        "mp_blocks_per_sm": (c_int32, [pointer(KernelRecord), pointer(Device)]),
         "mp_plan_problem": (
             c_int32,
             [c_void_p, pointer(Device), pointer(Problem), c_int32, c_int32, pointer(Plan)],
@@ -312,6 +314,11 @@ def device_query(ordinal: int) -> Device:
     device = Device()
     _check(_library().mp_device_query(ordinal, ctypes.byref(device)))
     return device
+
+
+def blocks_per_sm(kernel: KernelRecord, device: Device) -> int:
+    """Blocks of a kernel that one SM holds, by CUDA's occupancy rules; 0: it does not fit."""
+    return int(_library().mp_blocks_per_sm(ctypes.byref(kernel), ctypes.byref(device)))
 
 
 def _dims(shape: Sequence[int]) -> ctypes.Array[c_int64]:

@@ -141,6 +141,10 @@ MP_EXPORT mp_status mp_device_count(int32_t* out) {
   });
 }
 
+MP_EXPORT int32_t mp_blocks_per_sm(const mp_kernel* kernel, const mp_device* device) {
+  return kernel && device && kernel->warps > 0 ? moonpoly::blocks_per_sm(*kernel, *device) : 0;
+}
+
 MP_EXPORT mp_status mp_device_query(int32_t ordinal, mp_device* out) {
   return guarded([&] {
     require(out, "out");

@@ -51,16 +51,6 @@ constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-int occupancy(const mp_kernel& k, const mp_device& d) {
-  // 1 KB of shared memory per block is the system's; registers are allocated per warp in units of
-  // 256.
-  const int shared = k.shared_bytes + 1024;
-  const int warp_registers = (std::max(k.registers, 16) * 32 + 255) / 256 * 256;
-  if (k.shared_bytes > d.shared_per_block || k.warps * 32 > d.threads_per_sm) return 0;
-  return std::min({d.shared_per_sm / shared, d.registers_per_sm / (warp_registers * k.warps),
-                   d.threads_per_sm / (k.warps * 32), d.blocks_per_sm});
-}
-
 // What limits a K step are queues one behind the other: near a tie neither hides the other fully.
 double smooth_max(std::initializer_list<double> limits) {
   double sum = 0;
@@ -122,6 +112,16 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
 
 }  // namespace
 
+int blocks_per_sm(const mp_kernel& k, const mp_device& d) {
+  // 1 KB of shared memory per block is the system's; registers are allocated per warp in units of
+  // 256.
+  const int shared = k.shared_bytes + 1024;
+  const int warp_registers = (std::max(k.registers, 16) * 32 + 255) / 256 * 256;
+  if (k.shared_bytes > d.shared_per_block || k.warps * 32 > d.threads_per_sm) return 0;
+  return std::min({d.shared_per_sm / shared, d.registers_per_sm / (warp_registers * k.warps),
+                   d.threads_per_sm / (k.warps * 32), d.blocks_per_sm});
+}
+
 DeviceModel::DeviceModel(const mp_device& device, const mp_table* table) {
   const ArchitectureRates& rates = rates_of(device.sm);
   sm = device.sm;
@@ -145,7 +145,7 @@ namespace {
 
 KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const DeviceModel& model) {
   KernelCost cost{};
-  cost.blocks_per_sm = occupancy(k, device);
+  cost.blocks_per_sm = blocks_per_sm(k, device);
   cost.legal = cost.blocks_per_sm > 0;
   if (!cost.legal) return cost;
   const double bytes = double(k.bm) * k.bn * element_bytes(k.dtype);

@@ -23,6 +23,9 @@ struct DeviceModel {
   double mma_f16, mma_tf32, fma_f32;  // multiply-adds per clock and SM
 };
 
+// Blocks of a kernel that one SM holds, by CUDA's occupancy rules; 0: it does not fit the device.
+int blocks_per_sm(const mp_kernel& kernel, const mp_device& device);
+
 struct KernelCost {
   bool legal;  // fits the device at all
   bool measured;

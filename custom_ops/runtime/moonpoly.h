@@ -204,6 +204,8 @@ const mp_pack_header* mp_pack_info(const mp_pack* pack);
 
 mp_status mp_device_count(int32_t* out);
 mp_status mp_device_query(int32_t ordinal, mp_device* out);
+// Blocks of a kernel that one SM holds, by CUDA's occupancy rules; 0: it does not fit, or is no kernel.
+int32_t mp_blocks_per_sm(const mp_kernel* kernel, const mp_device* device);
 
 // Plans a problem; pure arithmetic, needs no GPU. `only_kernel` >= 0 and `only_split` >= 1 force a choice
 // (tuner, tests); -1 and 0 let the planner choose.

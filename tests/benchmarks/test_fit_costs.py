@@ -47,7 +47,7 @@ def _timings(path: Path, planner: fit_costs.Planner) -> None:
     rng = np.random.default_rng(0)
     costs = np.zeros(len(planner.kernels), pack_format.COST)
     for index, kernel in enumerate(planner.kernels):
-        spec, blocks = kernel.spec, planner.occupancy(index)
+        spec, blocks = kernel.spec, planner.occupancy[index]
         step = spec.bm * spec.bn * spec.bk * rng.uniform(0.7, 1.8) / 1.7e6
         costs[index] = (rng.uniform(0.8, 3), 0.05 + step * blocks, 0.08 + step, blocks)
     with planner.with_costs(costs, 4300.0) as true, path.open("w", newline="") as out:
@@ -104,7 +104,7 @@ def test_analytic_costs_are_those_behind_the_predictions(pack: Path, tmp_path: P
     costs = np.zeros(len(planner.kernels), pack_format.COST)
     for name, values in zip(fit_costs.COSTS, fit_costs.analytic_costs(planner).T, strict=True):
         costs[name] = values
-    costs["blocks_per_sm"] = [planner.occupancy(i) for i in range(len(planner.kernels))]
+    costs["blocks_per_sm"] = planner.occupancy
     zeros = np.zeros(len(planner.kernels), pack_format.COST)
     rows = [
         fit_costs.Row(("f16", "nn", m, n, k), index, 2 if kernel.spec.split_k else 1, 0.0)

@@ -308,6 +308,24 @@ def test_waves_of_a_measured_kernel(tmp_path: Path) -> None:
         assert predicted(265) == pytest.approx(2 * one_wave - 1.5, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("warps", "registers", "shared", "blocks"),
+    [
+        (4, 128, 0, 4),  # 65536 registers, 128 threads of 128 each
+        (4, 129, 0, 3),  # a warp's registers come 256 at a time
+        (8, 16, 0, 8),  # 2048 threads
+        (1, 16, 0, 32),  # no more blocks
+        (4, 32, 100_000, 2),  # 228 KB, 1 KB of each block is the system's
+        (4, 32, 232_448, 1),
+        (4, 32, 232_449, 0),  # over a block's limit
+        (0, 32, 0, 0),
+    ],
+)
+def test_blocks_per_sm(warps: int, registers: int, shared: int, blocks: int) -> None:
+    kernel = native.KernelRecord(warps=warps, registers=registers, shared_bytes=shared)
+    assert native.blocks_per_sm(kernel, h200()) == blocks
+
+
 def test_splits_of_a_problem_forbid_nothing(catalog: native.Pack) -> None:
     """Every split up to the K steps can be forced on a split kernel, and none beyond."""
     index = next(i for i, k in enumerate(catalog.kernels) if k.split_k and k.dtype == 0)
