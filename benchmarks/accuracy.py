@@ -82,7 +82,7 @@ def judge(
         right = b[z : z + entries].double()
         columns = right.norm(dim=1, keepdim=True)
         rows_at_once = max(1, CHUNK // (min(entries, batch) * max(n, k)))
-        for rows in index.split(rows_at_once):
+        for rows in torch.split(index, rows_at_once):
             left = a[z : z + entries, rows].double()
             reference = torch.matmul(left, right)
             difference = (y[z : z + entries, rows].double() - reference).abs_()

@@ -20,60 +20,115 @@ VENDOR = "vendor"  # the name of a region that no kernel of the pack computes
 
 
 @dataclass(frozen=True)
+class Form:
+    """A problem as it may be launched. `repacked_bytes`: of a copy of the constant B that it takes
+    instead of the stored one; 0 where it takes that."""
+
+    problem: native.Problem
+    swapped: bool  # A and B change places
+    repacked_bytes: int = 0
+
+
+def prepared(setting: Setting, operands: OperandSets) -> list[Form]:
+    """The forms that a session can choose from: B as it is stored, and B as it may be repacked
+    once, when the session is made. B is constant in `gemm` alone.
+
+    The only place that knows about repacking, with `Placed`.
+    """
+    problem, swapped = operands.problem()
+    forms = [Form(problem, swapped)]
+    repacked = getattr(setting.pack, "repacked", None)
+    on_gpu = setting.provider.is_cuda
+    if repacked is not None and on_gpu and operands.row.op == "gemm" and not swapped:
+        packed, size = repacked(problem)
+        if size:
+            forms.append(Form(packed, swapped, size))
+    return forms
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan, and the form that it is for."""
+
+    plan: native.Plan
+    form: Form
+
+    def describe(self, pack: native.Pack) -> tuple[str, str, int]:
+        """The names of the kernels and their K splits, each joined by +, and the regions.
+
+        Operands that the plan copies first come as `copy_a` and `copy_b`.
+        """
+        regions, count = self.plan.regions, len(pack.kernels)
+        names = [f"copy_{operand}" for operand, _ in getattr(self.plan, "copies", ())]
+        for region in regions:
+            known = 0 <= region.kernel < count
+            names.append(pack.kernels[region.kernel].name if known else VENDOR)
+        return "+".join(names), "+".join(str(r.split) for r in regions), len(regions)
+
+    def same(self, other: Chosen) -> bool:
+        return self.form is other.form and self._parts() == other._parts()
+
+    def _parts(self) -> list[str]:
+        return [repr(part) for part in (*self.plan.regions, *getattr(self.plan, "copies", ()))]
+
+
+@dataclass(frozen=True)
 class Plans:
     """`alone`: micro-kernels only. `allowed`: with the vendor as a candidate; None where the
     planner knows none."""
 
-    alone: native.Plan
-    allowed: native.Plan | None
+    alone: Chosen
+    allowed: Chosen | None
 
 
-def plans(setting: Setting, problem: native.Problem) -> Plans:
-    """The planner's choice without and with the vendor candidate.
+def plans(setting: Setting, forms: list[Form]) -> Plans:
+    """The planner's choice without and with the vendor candidate, over all forms.
 
     The only place that knows how the candidate is switched.
 
     Raises:
         MoonPolyError: there is no plan.
     """
-    return Plans(setting.plan(problem), None)
+
+    def best(**flags: int) -> Chosen:
+        found = [
+            Chosen(setting.pack.plan(setting.device, form.problem, **flags), form) for form in forms
+        ]
+        return min(found, key=lambda chosen: chosen.plan.predicted_us)  # the stored one if equal
+
+    switch = getattr(getattr(native, "PlanFlag", None), "NO_VENDOR", None)
+    return Plans(best(), None) if switch is None else Plans(best(flags=switch), best())
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A problem as it is launched, and the addresses (A, B, bias, Y) of each operand set."""
+class Placed:
+    """A form on the operand sets: the addresses (A, B, bias, Y) of each; what is repacked, is."""
 
-    problem: native.Problem
-    pointers: list[tuple[int, int, int, int]]
-    keep: tuple[torch.Tensor, ...] = ()  # what the addresses point into, beside the operands
-
-
-def prepared(setting: Setting, operands: OperandSets) -> Prepared:
-    """What a session does once, before the first run: B of `gemm` is constant, and a session may
-    store it in another way. Not timed."""
-    problem, swapped = operands.problem()
-    pointers = [
-        (b.data_ptr(), a.data_ptr(), 0, y.data_ptr())
-        if swapped
-        else (a.data_ptr(), b.data_ptr(), 0, y.data_ptr())
-        for a, b, y in zip(operands.a, operands.b, operands.y, strict=True)
-    ]
-    return Prepared(problem, pointers)
-
-
-def describe(pack: native.Pack, plan: native.Plan) -> tuple[str, str, int]:
-    """The names of a plan's kernels and their K splits, each joined by +, and its regions."""
-    regions = plan.regions
-    count = len(pack.kernels)
-    names = [pack.kernels[r.kernel].name if 0 <= r.kernel < count else VENDOR for r in regions]
-    return "+".join(names), "+".join(str(r.split) for r in regions), len(regions)
+    def __init__(self, setting: Setting, operands: OperandSets, form: Form) -> None:
+        self.problem = form.problem
+        stored = [b.data_ptr() for b in operands.b]
+        self._copies: list[torch.Tensor] = []  # kept for as long as they are used
+        if form.repacked_bytes:
+            problem, _ = operands.problem()
+            for b in stored:
+                copy = torch.empty(
+                    form.repacked_bytes, dtype=torch.uint8, device=operands.b[0].device
+                )
+                setting.runner.launcher.repack(
+                    problem, b=b, packed=copy.data_ptr(), stream=_stream(copy)
+                )
+                self._copies.append(copy)
+        used = [copy.data_ptr() for copy in self._copies] or stored
+        self.pointers = []
+        for a, b, y in zip(operands.a, used, operands.y, strict=True):
+            factors = (b, a.data_ptr()) if form.swapped else (a.data_ptr(), b)
+            self.pointers.append((*factors, 0, y.data_ptr()))
 
 
-def ours(runner: Runner, given: Prepared, plan: native.Plan) -> Launch:
+def ours(runner: Runner, placed: Placed, plan: native.Plan) -> Launch:
     runner.reserve(plan)
 
     def launch(index: int) -> None:
-        runner.launch(given.problem, plan, given.pointers[index])
+        runner.launch(placed.problem, plan, placed.pointers[index])
 
     return launch
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
-from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,11 @@ COMPUTE_TYPES = {
 }  # fmt: skip
 SCALE_TYPE = 0  # CUDA_R_32F
 LAYOUT_BATCH_COUNT, LAYOUT_BATCH_STRIDE = 5, 6  # cublasLtMatrixLayoutAttribute_t
-PREFERENCE_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
+PREFERENCE_WORKSPACE, PREFERENCE_REDUCTION = 1, 3  # cublasLtMatmulPreferenceAttributes_t
+# Partial sums of a split K stay fp32, as ours and as torch's cuBLAS is asked to; the others are
+# "in place" and "output type", which would round them to the halves. Algorithms without a split
+# are allowed by every mask.
+REDUCTION_IN_COMPUTE_TYPE = 2
 NOT_SUPPORTED = 15
 STATUSES = {
     1: "not initialized: is there a GPU?", 3: "allocation failed", 7: "invalid value",
@@ -138,7 +142,7 @@ class Product:
     """The descriptors of one product; they live as long as it does."""
 
     def __init__(self, owner: CublasLt, sizes: Sizes, dtype: str) -> None:
-        self._owner = owner
+        self._owner, self._halves = owner, dtype in ("f16", "bf16")
         self._operation = c_void_p()
         self._layouts: list[c_void_p] = []
         owner._call(
@@ -167,11 +171,14 @@ class Product:
         """
         owner, preference = self._owner, c_void_p()
         owner._call("cublasLtMatmulPreferenceCreate", byref(preference))
-        limit = c_uint64(WORKSPACE_BYTES)
-        owner._call(
-            "cublasLtMatmulPreferenceSetAttribute", preference, PREFERENCE_WORKSPACE,
-            byref(limit), ctypes.sizeof(limit),
-        )  # fmt: skip
+        wishes: dict[int, Any] = {PREFERENCE_WORKSPACE: c_uint64(WORKSPACE_BYTES)}
+        if self._halves:
+            wishes[PREFERENCE_REDUCTION] = c_uint32(REDUCTION_IN_COMPUTE_TYPE)
+        for attribute, value in wishes.items():
+            owner._call(
+                "cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value),
+                ctypes.sizeof(value),
+            )  # fmt: skip
         results, count = (Algorithm * most)(), c_int32()
         b, a, y = self._layouts
         try:

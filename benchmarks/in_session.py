@@ -97,7 +97,7 @@ def write_weights(folder: Path, size: int, dtype: torch.dtype, device: str) -> N
     elements = -(-size // dtype.itemsize)
     values = torch.empty(elements, dtype=dtype, device=device)
     values.normal_(generator=torch.Generator(device).manual_seed(0))
-    (folder / WEIGHTS).write_bytes(memoryview(values.cpu().view(torch.uint8).numpy()))
+    values.cpu().view(torch.uint8).numpy().tofile(folder / WEIGHTS)
 
 
 def write_model(folder: Path, group: Group, dtype: torch.dtype) -> Path:

@@ -112,12 +112,12 @@ class Interleaved:
         with torch.cuda.stream(self._stream):
             launch(0)  # what is loaded or allocated at a first use is, before the capture
             self._stream.synchronize()
-            graph.capture_begin()  # type: ignore[no-untyped-call]
+            graph.capture_begin()
             try:
                 for index in range(loop.launches):
                     launch(index % loop.sets)
             finally:
-                graph.capture_end()  # type: ignore[no-untyped-call]
+                graph.capture_end()
         torch.cuda.synchronize()
         return graph
 
@@ -132,7 +132,7 @@ class Interleaved:
                 start, end = _event(), _event()
                 torch.sum(self._filler, dim=0, out=self._sum)
                 start.record()
-                graph.replay()  # type: ignore[no-untyped-call]
+                graph.replay()
                 end.record()
                 events[name].append((start, end))
         torch.cuda.synchronize()

@@ -20,19 +20,21 @@ from benchmarks.measuring import Launch
 from benchmarks.operand_sets import OperandSets, set_bytes
 from benchmarks.operands import BITS, DTYPES, NUMBERS
 from benchmarks.suites import Row
-from moonpoly_ort import native
 from moonpoly_ort.errors import DeviceError, MoonPolyError
 
 KEY = ("op", "id", "dtype")
 HEAD = [
     *KEY, "class", "batch", "m", "n", "k", "core", "status", "note", "error", "excess", "identical",
-    "kernel", "split", "regions", "predicted_us", "alone_us", "alone_low_us", "alone_high_us",
-    "allowed_kernel", "allowed_split", "allowed_regions", "allowed_predicted_us", "vendor",
+    "kernel", "split", "regions", "repacked", "predicted_us",
+    "alone_us", "alone_low_us", "alone_high_us",
+    "allowed_kernel", "allowed_split", "allowed_regions", "allowed_repacked",
+    "allowed_predicted_us", "vendor",
     "allowed_us", "allowed_low_us", "allowed_high_us",
     "cublas_us", "cublas_low_us", "cublas_high_us", "first_us", "first_low_us", "first_high_us",
     "tuned_us", "tuned_low_us", "tuned_high_us", "tuned_rank", "tuned_of",
 ]  # fmt: skip
 REPETITIONS = 10
+MOST_RESERVED = 40e9  # bytes that torch may keep between rows
 ALGORITHMS = 10  # of cuBLASLt's list
 
 Found = dict[str, Any]
@@ -95,7 +97,7 @@ class KernelOnly:
             self.setting.provider.synchronize()
         except RuntimeError as error:  # a fault of ours that came back as an error of a launch
             raise DeviceLost(found) from error
-        if self.setting.provider.is_cuda:
+        if self.setting.provider.is_cuda and torch.cuda.memory_reserved() > MOST_RESERVED:
             torch.cuda.empty_cache()
         return found
 
@@ -111,12 +113,12 @@ class KernelOnly:
             contenders.math_mode(dtype)
             if refusal := self._refusal(vendor):
                 return {"status": "refused", "note": refusal}
-        given = contenders.prepared(self.setting, operands)
-        plans = contenders.plans(self.setting, given.problem)
+        plans = contenders.plans(self.setting, contenders.prepared(self.setting, operands))
         found = self._described(plans)
-        launches = {"alone": contenders.ours(self.setting.runner, given, plans.alone)}
-        if plans.allowed is not None and not same_plan(plans.alone, plans.allowed):
-            launches["allowed"] = contenders.ours(self.setting.runner, given, plans.allowed)
+        chosen = {"alone": plans.alone}
+        if plans.allowed is not None and not plans.alone.same(plans.allowed):
+            chosen["allowed"] = plans.allowed
+        launches = self._launches(operands, chosen)
         checked = {name: self._check(operands, launch) for name, launch in launches.items()}
         if self.timer:
             found |= self._timed(self.timer, operands, launches, vendor, loop)
@@ -130,15 +132,32 @@ class KernelOnly:
         notes = "; ".join(note for note in (found.pop("note", ""), verdict.pop("note")) if note)
         return found | verdict | {"note": notes}
 
+    def _launches(
+        self, operands: OperandSets, chosen: dict[str, contenders.Chosen]
+    ) -> dict[str, Launch]:
+        placed = {
+            id(one.form): contenders.Placed(self.setting, operands, one.form)
+            for one in chosen.values()
+        }
+        runner = self.setting.runner
+        return {
+            name: contenders.ours(runner, placed[id(one.form)], one.plan)
+            for name, one in chosen.items()
+        }
+
     def _described(self, plans: contenders.Plans) -> Found:
-        kernel, split, regions = contenders.describe(self.setting.pack, plans.alone)
-        found: Found = {"kernel": kernel, "split": split, "regions": regions,
-                        "predicted_us": plans.alone.predicted_us}  # fmt: skip
+        found: Found = {}
+        for prefix, chosen in (("", plans.alone), ("allowed_", plans.allowed)):
+            if chosen is None:
+                continue
+            kernel, split, regions = chosen.describe(self.setting.pack)
+            found |= {
+                f"{prefix}kernel": kernel, f"{prefix}split": split, f"{prefix}regions": regions,
+                f"{prefix}repacked": bool(chosen.form.repacked_bytes),
+                f"{prefix}predicted_us": chosen.plan.predicted_us,
+            }  # fmt: skip
         if plans.allowed is not None:
-            kernel, split, regions = contenders.describe(self.setting.pack, plans.allowed)
-            found |= {"allowed_kernel": kernel, "allowed_split": split, "allowed_regions": regions,
-                      "allowed_predicted_us": plans.allowed.predicted_us,
-                      "vendor": contenders.VENDOR in kernel.split("+")}  # fmt: skip
+            found["vendor"] = contenders.VENDOR in found["allowed_kernel"].split("+")
         return found
 
     def _check(self, operands: OperandSets, launch: Launch) -> Checked:
@@ -223,10 +242,6 @@ class KernelOnly:
                 raise
             return one_line(error)
         return None
-
-
-def same_plan(one: native.Plan, other: native.Plan) -> bool:
-    return [repr(region) for region in one.regions] == [repr(region) for region in other.regions]
 
 
 def one_line(error: Exception) -> str:

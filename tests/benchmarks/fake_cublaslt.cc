@@ -13,6 +13,7 @@ struct Operation {
 };
 struct Preference {
   uint64_t workspace;
+  uint32_t reduction;
 };
 struct Result {
   uint64_t algorithm[8];
@@ -73,7 +74,7 @@ int cublasLtMatrixLayoutSetAttribute(void* layout, int attribute, const void* va
 }
 int cublasLtMatmulPreferenceCreate(void** out) {
   ++descriptors;
-  *out = new Preference{0};
+  *out = new Preference{0, 7};
   return 0;
 }
 int cublasLtMatmulPreferenceDestroy(void* preference) {
@@ -83,13 +84,21 @@ int cublasLtMatmulPreferenceDestroy(void* preference) {
 }
 int cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const void* value,
                                          size_t bytes) {
-  if (attribute != 1 || bytes != 8) return kInvalid;
-  memcpy(&static_cast<Preference*>(preference)->workspace, value, 8);
+  auto* p = static_cast<Preference*>(preference);
+  if (attribute == 1 && bytes == 8) {
+    memcpy(&p->workspace, value, 8);
+  } else if (attribute == 3 && bytes == 4) {
+    memcpy(&p->reduction, value, 4);
+  } else {
+    return kInvalid;
+  }
   return 0;
 }
 int cublasLtMatmulAlgoGetHeuristic(void* handle, void*, void* a, void*, void* c, void* d,
                                    void* preference, int wanted, Result* results, int* count) {
   if (handle != &handles || c != d || !static_cast<Preference*>(preference)->workspace) return kInvalid;
+  const bool halves = static_cast<Layout*>(a)->type != 0;
+  if (static_cast<Preference*>(preference)->reduction != (halves ? 2 : 7)) return kInvalid;
   *count = 0;
   if (static_cast<Layout*>(a)->columns == kRefusedColumns) return kNotSupported;
   for (int i = 0; i < kProposed && i < wanted; ++i) {

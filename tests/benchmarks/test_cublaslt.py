@@ -40,8 +40,9 @@ def test_products_of_row_major_matrices(
     assert ctypes.CDLL(fake_cublaslt).fake_open_descriptors() == 0
 
 
-def test_the_list_is_no_longer_than_asked(library: cublaslt.CublasLt) -> None:
-    product = library.product(cublaslt.Sizes.dense(2, 3, 4), "f32")
+@pytest.mark.parametrize("dtype", sorted(cublaslt.DATA_TYPES))
+def test_the_list_is_no_longer_than_asked(library: cublaslt.CublasLt, dtype: str) -> None:
+    product = library.product(cublaslt.Sizes.dense(2, 3, 4), dtype)
     assert [len(product.algorithms(most)) for most in (1, 2, 10)] == [1, 2, 3]
     product.close()
 

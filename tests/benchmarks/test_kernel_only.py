@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,11 @@ def lt(fake_cublaslt: str) -> Iterator[CublasLt]:
     opened.close()
 
 
+def only_ours(setting: Setting, forms: list[contenders.Form]) -> contenders.Plans:
+    plans = [contenders.Chosen(setting.plan(form.problem), form) for form in forms]
+    return contenders.Plans(plans[0], None)
+
+
 TIMES = {"alone": 2.0, "allowed": 1.5, "cublas": 3.0, "first": 4.0, "tuned": 2.5}
 
 
@@ -90,7 +96,10 @@ def test_rows_are_checked_without_a_timer(setting: Setting, row: Row, dtype: str
     assert set(found) <= set(kernel_only.HEAD)
 
 
-def test_every_contender_is_timed(setting: Setting, lt: CublasLt, tmp_path: Path) -> None:
+def test_every_contender_is_timed(
+    setting: Setting, lt: CublasLt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contenders, "plans", only_ours)
     clock = Clock(TIMES, best=1)
     bench = KernelOnly(setting, clock, lt)  # type: ignore[arg-type]
     found = bench.measure(SMALL, "f32ieee")
@@ -125,23 +134,22 @@ def test_a_product_that_cublaslt_refuses_is_timed_without_it(
     assert "first_us" not in found
 
 
-def _vendor_plan(plan: native.Plan, kernels: int) -> native.Plan:
-    other = native.Plan.from_buffer_copy(plan)
-    other._regions[0].kernel = kernels
-    return other
+def _vendor(chosen: contenders.Chosen) -> contenders.Chosen:
+    other = native.Plan.from_buffer_copy(chosen.plan)
+    other._regions[0].kernel = -2
+    return contenders.Chosen(other, chosen.form)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_the_vendor_candidate(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, same: bool
 ) -> None:
-    def plans(setting: Setting, problem: native.Problem) -> contenders.Plans:
-        alone = setting.plan(problem)
-        allowed = alone if same else _vendor_plan(alone, len(setting.pack.kernels))
-        return contenders.Plans(alone, allowed)
+    def plans(setting: Setting, forms: list[contenders.Form]) -> contenders.Plans:
+        alone = only_ours(setting, forms).alone
+        return contenders.Plans(alone, alone if same else _vendor(alone))
 
-    def ours(runner: Any, given: contenders.Prepared, plan: native.Plan) -> Launch:
-        return real(runner, given, setting.plan(given.problem))
+    def ours(runner: Any, placed: contenders.Placed, plan: native.Plan) -> Launch:
+        return real(runner, placed, setting.plan(placed.problem))
 
     real = contenders.ours
     monkeypatch.setattr(contenders, "plans", plans)
@@ -152,9 +160,81 @@ def test_the_vendor_candidate(
     assert found["allowed_us"] == TIMES["alone" if same else "allowed"]
 
 
+class Planner:
+    """A pack that predicts what it is told, by the problem's `ldb` and the flags."""
+
+    kernels: tuple[Any, ...] = ()
+
+    def __init__(self, us: dict[tuple[int, int], float], size: int = 0) -> None:
+        self.us, self.size = us, size
+
+    def plan(self, device: Any, problem: native.Problem, flags: int = 0) -> native.Plan:
+        return native.Plan(predicted_us=self.us[int(problem.ldb), int(flags)])
+
+    def repacked(self, problem: native.Problem) -> tuple[native.Problem, int]:
+        packed = native.Problem.from_buffer_copy(problem)
+        packed.ldb = 48
+        return packed, self.size
+
+
+def _with(pack: Any, provider: Any) -> Any:
+    return SimpleNamespace(
+        pack=pack, provider=provider, device=None, plan=lambda problem: pack.plan(None, problem)
+    )
+
+
+def test_the_vendor_is_switched_by_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = OperandSets.allocate(SMALL, "f16", 1, "cpu")
+    setting = _with(Planner({(24, 0): 2.0, (24, 4): 3.0}), Provider(CPU))
+    forms = contenders.prepared(setting, operands)
+    monkeypatch.delattr(native, "PlanFlag", raising=False)
+    without = contenders.plans(setting, forms)
+    assert (without.alone.plan.predicted_us, without.allowed) == (2.0, None)
+    monkeypatch.setattr(native, "PlanFlag", SimpleNamespace(NO_VENDOR=4), raising=False)
+    both = contenders.plans(setting, forms)
+    assert both.allowed is not None
+    assert (both.alone.plan.predicted_us, both.allowed.plan.predicted_us) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize(("packed_us", "expected"), [(1.0, 48), (2.0, 24), (3.0, 24)])
+def test_a_constant_weight_is_repacked_where_that_is_predicted_to_win(
+    monkeypatch: pytest.MonkeyPatch, packed_us: float, expected: int
+) -> None:
+    monkeypatch.delattr(native, "PlanFlag", raising=False)
+    pack = Planner({(24, 0): 2.0, (48, 0): packed_us}, size=1000)
+    setting = _with(pack, SimpleNamespace(is_cuda=True))
+    operands = OperandSets.allocate(SMALL, "f16", 1, "cpu")
+    chosen = contenders.plans(setting, contenders.prepared(setting, operands)).alone
+    assert chosen.form.problem.ldb == expected
+    assert (chosen.form.repacked_bytes == 1000) == (expected == 48)
+    for row in (
+        Row("bmm", "1", "scores", 2, 5, 24, 40, True),  # B is no constant
+        Row("gemm", "2", "small", 1, 5, 1, 40, True),  # B takes A's place
+    ):
+        other = OperandSets.allocate(row, "f16", 1, "cpu")
+        assert len(contenders.prepared(setting, other)) == 1
+    pack.size = 0
+    assert len(contenders.prepared(setting, operands)) == 1
+
+
+def test_the_repacked_weight_is_what_is_launched() -> None:
+    operands = OperandSets.allocate(SMALL, "f16", 3, "cpu")
+    stored, swapped = operands.problem()
+    calls: list[tuple[int, int]] = []
+    launcher = SimpleNamespace(
+        repack=lambda problem, b, packed, stream: calls.append((b, packed))
+    )  # fmt: skip
+    setting: Any = SimpleNamespace(runner=SimpleNamespace(launcher=launcher))
+    form = contenders.Form(stored, swapped, repacked_bytes=1000)
+    placed = contenders.Placed(setting, operands, form)
+    assert [b for b, _ in calls] == [b.data_ptr() for b in operands.b]
+    assert [pointers[1] for pointers in placed.pointers] == [packed for _, packed in calls]
+    assert [pointers[0] for pointers in placed.pointers] == [a.data_ptr() for a in operands.a]
+
+
 def test_a_wrong_result_is_seen(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ours(runner: Any, given: contenders.Prepared, plan: native.Plan) -> Launch:
-        launch = real(runner, given, plan)
+    def ours(runner: Any, placed: contenders.Placed, plan: native.Plan) -> Launch:
+        launch = real(runner, placed, plan)
         calls = []
 
         def broken(index: int) -> None:
