@@ -63,7 +63,7 @@ def measure_kernels(
     bench = kernel_only.KernelOnly(setting, timer, CublasLt() if lt else None)
     out = csv_rows.CsvRows(folder / KERNELS, kernel_only.HEAD, kernel_only.KEY)
     for dtype in dtypes:
-        left = [row for row in rows if not out.has(row.op, row.id, dtype)]
+        left = [row for row in rows if not out.has(*kernel_only.key(row, dtype))]
         for count, row in enumerate(left):
             if time.monotonic() > deadline:
                 say(f"the time is up; {len(left) - count} of {len(left)} rows of {dtype} are left")

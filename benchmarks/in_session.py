@@ -22,7 +22,7 @@ from onnx import helper
 
 import moonpoly_ort
 from benchmarks.csv_rows import CsvRows, timing_columns
-from benchmarks.kernel_only import identity, one_line
+from benchmarks.kernel_only import KEY, identity, key, one_line
 from benchmarks.measuring import compare_calls
 from benchmarks.operand_sets import matrices
 from benchmarks.operands import DTYPES, NUMBERS, error_limit
@@ -37,7 +37,7 @@ from moonpoly_ort import native
 from moonpoly_ort.session import Precision
 
 HEAD = [
-    "op", "id", "dtype", "class", "batch", "m", "n", "k", "core", "status", "note", "nodes",
+    *KEY, "class", "batch", "m", "n", "k", "core", "status", "note", "nodes",
     "weight_bytes", "difference", "ours_us", "ours_low_us", "ours_high_us", "ort_us",
     "ort_low_us", "ort_high_us",
 ]  # fmt: skip
@@ -234,7 +234,7 @@ def run(
     """Measures the rows that `out` does not hold yet, until `deadline` (of `time.monotonic`)."""
     bench = InSession(provider, dtype, folder)
     found = groups(rows, bench.element.itemsize, limits)
-    left = [g for g in found if not all(out.has(r.op, r.id, dtype) for r in g.rows)]
+    left = [g for g in found if not all(out.has(*key(row, dtype)) for row in g.rows)]
     if not left:
         return
     bench.start(weights_bytes(left, bench.element.itemsize))
@@ -243,7 +243,7 @@ def run(
             say(f"the time is up; {len(left) - count} of {len(left)} weights of {dtype} are left")
             return
         for measured in bench.measure(group):
-            if not out.has(measured["op"], measured["id"], dtype):
+            if not out.has(*(str(measured[column]) for column in KEY)):
                 out.write(measured)
         if count % 20 == 0:
             say(f"{dtype}, weight {count + 1} of {len(left)}: {group.n}x{group.k}")

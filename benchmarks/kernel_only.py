@@ -22,7 +22,7 @@ from benchmarks.operands import BITS, DTYPES, NUMBERS
 from benchmarks.suites import Row
 from moonpoly_ort.errors import DeviceError, MoonPolyError
 
-KEY = ("op", "id", "dtype")
+KEY = ("seed", "op", "id", "dtype")
 HEAD = [
     *KEY, "class", "batch", "m", "n", "k", "core", "status", "note", "error", "excess", "identical",
     "kernel", "split", "regions", "repacked", "predicted_us",
@@ -52,8 +52,13 @@ def identity(row: Row, dtype: str) -> Found:
     """The columns that say which row it is."""
     return {
         "op": row.op, "id": row.id, "dtype": dtype, "class": row.kind, "batch": row.batch,
-        "m": row.m, "n": row.n, "k": row.k, "core": row.core,
+        "m": row.m, "n": row.n, "k": row.k, "core": row.core, "seed": row.seed,
     }  # fmt: skip
+
+
+def key(row: Row, dtype: str) -> tuple[str, ...]:
+    """What a CSV knows the row by."""
+    return str(row.seed), row.op, row.id, dtype
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Row:
     n: int
     k: int
     core: bool
+    seed: int = SEED
 
     @property
     def flops(self) -> int:
@@ -165,7 +166,7 @@ def rows(op: str, seed: int = SEED) -> list[Row]:
         raise ValueError(f"there is no suite {op!r}; there are: {', '.join(OPS)}")
     core = Draw(f"core-{op}-{seed}")
     return [
-        Row(op, str(number), kind, batch, m, n, k, core.chance() < CORE_SHARE)
+        Row(op, str(number), kind, batch, m, n, k, core.chance() < CORE_SHARE, seed)
         for number, (kind, batch, m, n, k) in enumerate(_SIZES[op](Draw(f"{op}-{seed}")))
     ]
 

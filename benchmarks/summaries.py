@@ -177,9 +177,11 @@ def sessions(lines: Sequence[Line]) -> dict[str, Any]:
 def summary(lines: Sequence[Line], gbps: float | None = None) -> dict[str, Any]:
     """Of rows of any kind, as JSON takes it: {"kernels": {dtype: ...}, "sessions": {dtype: ...}}.
 
+    Suites of several seeds are summed up apart.
+
     Of lines about the same row the last counts.
     """
-    last = {("ort_us" in x, x["op"], x["id"], x["dtype"]): x for x in lines}
+    last = {("ort_us" in x, x["seed"], x["op"], x["id"], x["dtype"]): x for x in lines}
     lines = list(last.values())
     kinds: dict[str, tuple[list[Line], Callable[[list[Line]], dict[str, Any]]]] = {
         "kernels": ([x for x in lines if "alone_us" in x], lambda some: kernels(some, gbps)),
@@ -187,9 +189,13 @@ def summary(lines: Sequence[Line], gbps: float | None = None) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for kind, (members, make) in kinds.items():
-        dtypes = dict.fromkeys(line["dtype"] for line in members)
-        if dtypes:
-            found[kind] = {d: make([x for x in members if x["dtype"] == d]) for d in dtypes}
+        groups: dict[str, list[Line]] = {}
+        seeds = {line["seed"] for line in members}
+        for line in members:
+            label = f"{line['dtype']}, seed {line['seed']}" if len(seeds) > 1 else line["dtype"]
+            groups.setdefault(label, []).append(line)
+        if groups:
+            found[kind] = {label: make(group) for label, group in groups.items()}
     return found
 
 

@@ -1,5 +1,5 @@
-// A cuBLASLt that multiplies column-major matrices of floats on the CPU: what the binding hands over
-// has to mean the right product. Knows fp32 alone; algorithms are numbered and all the same.
+// A cuBLASLt that multiplies column-major matrices of floats on the CPU: what the binding hands
+// over has to mean the right product. Knows fp32 alone; algorithms are numbered and all the same.
 #include <cstdint>
 #include <cstring>
 
@@ -96,7 +96,8 @@ int cublasLtMatmulPreferenceSetAttribute(void* preference, int attribute, const 
 }
 int cublasLtMatmulAlgoGetHeuristic(void* handle, void*, void* a, void*, void* c, void* d,
                                    void* preference, int wanted, Result* results, int* count) {
-  if (handle != &handles || c != d || !static_cast<Preference*>(preference)->workspace) return kInvalid;
+  if (handle != &handles || c != d || !static_cast<Preference*>(preference)->workspace)
+    return kInvalid;
   const bool halves = static_cast<Layout*>(a)->type != 0;
   if (static_cast<Preference*>(preference)->reduction != (halves ? 2 : 7)) return kInvalid;
   *count = 0;
@@ -109,9 +110,9 @@ int cublasLtMatmulAlgoGetHeuristic(void* handle, void*, void* a, void*, void* c,
   return 0;
 }
 int cublasLtMatmul(void* handle, void*, const float* alpha, const float* a, void* a_layout,
-                   const float* b, void* b_layout, const float* beta, const float* c, void* c_layout,
-                   float* d, void* d_layout, const uint64_t* algorithm, void* workspace,
-                   size_t workspace_bytes, void*) {
+                   const float* b, void* b_layout, const float* beta, const float* c,
+                   void* c_layout, float* d, void* d_layout, const uint64_t* algorithm,
+                   void* workspace, size_t workspace_bytes, void*) {
   const auto &la = *static_cast<Layout*>(a_layout), &lb = *static_cast<Layout*>(b_layout),
              &ld = *static_cast<Layout*>(d_layout);
   if (handle != &handles || c != d || c_layout != d_layout || !workspace || !workspace_bytes ||

@@ -113,3 +113,11 @@ def test_wrong_usage(
         bench_gemm.main()
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_of_another_seed_are_other_rows(bench: type[FakeBench], tmp_path: Path) -> None:
+    other = bench_gemm.chosen(["gemm"], 8, full=False, most=3)
+    assert _measure(tmp_path, other, ["f16"])
+    twins = [Row(**(vars(row) | {"seed": 9})) for row in other]
+    assert _measure(tmp_path, twins, ["f16"])
+    assert len(bench.measured) == 6

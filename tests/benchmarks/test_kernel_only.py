@@ -114,7 +114,7 @@ def test_every_contender_is_timed(
     assert clock.loops == [Loop(3, 2)]
     out = CsvRows(tmp_path / "rows.csv", kernel_only.HEAD, kernel_only.KEY)
     out.write(found)
-    assert out.has("gemm", "1", "f32ieee")
+    assert out.has(*kernel_only.key(SMALL, "f32ieee"))
     out.close()
 
 

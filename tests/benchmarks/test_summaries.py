@@ -21,7 +21,8 @@ from benchmarks.suites import Row
 
 def _kernel_row(number: int, **given: Any) -> dict[str, str]:
     row = {
-        "op": "gemm", "id": number, "dtype": "f16", "class": "small", "batch": 1, "m": 64,
+        "seed": 2026, "op": "gemm", "id": number, "dtype": "f16", "class": "small", "batch": 1,
+        "m": 64,
         "n": 128, "k": 256, "core": 1, "status": "ok", "error": 1e-4, "excess": 0.5,
         "identical": 1, "kernel": "x", "split": 1, "regions": 1, "predicted_us": 2,
     } | given  # fmt: skip
@@ -96,6 +97,13 @@ def test_the_last_line_of_a_row_counts_and_dtypes_stay_apart() -> None:
     assert found["f16"]["failed"] == []
     assert found["f16"]["alone"]["classes"]["all"]["cublas"]["geomean"] == 2
     assert found["bf16"]["alone"]["classes"]["all"]["cublas"]["geomean"] == pytest.approx(5)
+
+
+def test_seeds_stay_apart() -> None:
+    lines = [_kernel_row(0, seed=seed, **_times(1, us, 2, 2)) for seed, us in ((1, 2), (2, 3))]
+    found = summaries.summary(lines)["kernels"]
+    assert list(found) == ["f16, seed 1", "f16, seed 2"]
+    assert found["f16, seed 2"]["alone"]["classes"]["all"]["cublas"]["worst"] == 3
 
 
 def _session_row(number: int, ours: float, ort: float) -> dict[str, str]:
