@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -113,6 +114,9 @@ class Runner:
         """Counters that are not back at 0."""
         return int(torch.count_nonzero(self._counters))
 
+    def clear_counters(self) -> None:
+        self._counters.zero_()
+
 
 def unpacked(pack: Path, folder: Path) -> Path:
     """A pack that may have travelled as `NAME.mpk.xz` (a tenth of the size), as a plain file."""
@@ -154,6 +158,19 @@ def environment(setting: Setting, commit: str) -> dict[str, Any]:
             "tables": info.table_count, "bytes": setting.pack_path.stat().st_size,
         }  # fmt: skip
     return header
+
+
+def commit() -> str:
+    """The commit that is measured: MOONPOLY_COMMIT, else git's HEAD, else `unknown`."""
+    if "MOONPOLY_COMMIT" in os.environ:
+        return os.environ["MOONPOLY_COMMIT"]
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except OSError:  # no git here
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 def _nvidia_smi(field: str) -> list[str]:

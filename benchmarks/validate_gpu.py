@@ -29,7 +29,7 @@ from typing import Any
 import onnxruntime as ort
 
 from benchmarks import checks_execution, checks_kernels, checks_models, checks_sanitizer
-from benchmarks.machine import Setting, architecture, environment, unpacked
+from benchmarks.machine import Setting, architecture, commit, environment, unpacked
 from benchmarks.recording import START, Outcome, Recorder, plain, run_section, say
 from benchmarks.running import CUDA, Provider
 from moonpoly_ort import packs
@@ -193,7 +193,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--provider", default=CUDA, help="ONNX Runtime's execution provider")
     parser.add_argument("--device", type=int, default=0, help="ordinal of the GPU")
     parser.add_argument(
-        "--commit", default=_commit(), help="recorded in the results; default: git's HEAD"
+        "--commit", default=commit(), help="recorded in the results; default: git's HEAD"
     )
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--only", default="", help="kernels: those whose names contain this")
@@ -214,13 +214,6 @@ def _arguments() -> argparse.Namespace:
     elif not arguments.pack.is_file():
         parser.error(f"there is no pack {arguments.pack}; build one with `moonpoly pack`")
     return arguments
-
-
-def _commit() -> str:
-    if "MOONPOLY_COMMIT" in os.environ:
-        return os.environ["MOONPOLY_COMMIT"]
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":
