@@ -135,7 +135,7 @@ def pack_bytes(
     tables: Sequence[tuple[native.Table, Sequence[native.Cost]]] = (),
 ) -> bytes:
     kernels = list(kernels)
-    header = native.PackHeader(magic=b"MOONPACK", version=2, sm=sm, key=b"0" * 64, triton=b"tiny")
+    header = native.PackHeader(magic=b"MOONPACK", version=3, sm=sm, key=b"0" * 64, triton=b"tiny")
     header.header_bytes = ctypes.sizeof(header)
     params: list[int] = []
     records = []
