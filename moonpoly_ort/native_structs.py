@@ -100,7 +100,9 @@ class Device(_Struct):
 
 
 class Region(_Struct):
-    """`mp_region`: one launch of kernel `kernel` of the pack (or `VENDOR`), rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z)."""
+    """`mp_region`: one launch, rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z).
+    `kernel`: its place in the pack, or `VENDOR`.
+    """
 
     _fields_ = [
         ("kernel", c_int32),

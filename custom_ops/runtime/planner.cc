@@ -129,8 +129,10 @@ Planner::Planner(const Pack& pack, const mp_device& device)
   has_table_ = measured != nullptr;
   model_ = DeviceModel(device, table);
   costs_ = kernel_costs(&pack.kernel(0), pack.kernel_count(), device, model_, measured);
-  if (table && !pack.is_catalog()) {
+  if (table) {
     vendor_ = VendorModel(pack.vendor_costs(*table), table->vendor_count, model_);
+    // A catalog is for explaining and interpreting our own kernels.
+    offers_vendor_ = !vendor_.empty() && !pack.is_catalog();
   }
 }
 

@@ -49,7 +49,7 @@ class Planner {
   // Whether costs of this very GPU were in the pack.
   bool has_table() const { return has_table_; }
   // Whether they tell of cuBLASLt too, so that it may be chosen.
-  bool has_vendor() const { return !vendor_.empty(); }
+  bool has_vendor() const { return offers_vendor_; }
   const mp_device& device() const { return device_; }
 
  private:
@@ -71,6 +71,7 @@ class Planner {
   DeviceModel model_;
   std::vector<KernelCost> costs_;
   VendorModel vendor_;
+  bool offers_vendor_ = false;
   mutable ProblemCache<const Planned, 256> memory_;
 };
 

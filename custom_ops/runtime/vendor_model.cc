@@ -135,7 +135,7 @@ double VendorModel::predict_us(const mp_vendor_cost& c, const mp_problem& p, con
 
 void Planner::plan_vendor(const mp_problem& p, const PlanRequest& request, mp_plan* out) const {
   const bool forced = request.only_kernel == MP_VENDOR;
-  if (!forced && (vendor_.empty() || (request.flags & MP_PLAN_NO_VENDOR))) return;
+  if (!forced && (!offers_vendor_ || (request.flags & MP_PLAN_NO_VENDOR))) return;
   const char* why = vendor_refusal(p);
   if (forced && why) fail(MP_NO_KERNEL, "cuBLASLt cannot run this problem: ", why);
   if (forced && request.only_split > 1) {

@@ -46,6 +46,4 @@ def test_a_forced_plan_cannot_be_launched(fast: Path) -> None:
         plan = pack.plan(device, problem)
         assert plan.regions[0].kernel == native.VENDOR  # plans do not look for the library
         with pytest.raises(errors.DeviceError, match="libcublasLt was not found"):
-            launcher.launch(
-                problem, plan, a=x.address, b=w.address, y=y.address, workspace=256
-            )
+            launcher.launch(problem, plan, a=x.address, b=w.address, y=y.address, workspace=256)
