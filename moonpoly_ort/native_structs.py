@@ -196,6 +196,12 @@ class VendorTile(_Struct):
     _fields_ = [("bm", c_int32), ("bn", c_int32), ("step_us", c_float)]
 
 
+class LogFactors(_Struct):
+    """`mp_log_factors`: logs of factors for misaligned operands and for sizes."""
+
+    _fields_ = [("misaligned", c_float * 3 * 3), ("nodes", c_float * VENDOR_NODES**3)]
+
+
 class VendorCost(_Struct):
     """`mp_vendor_cost`: the fitted time of cuBLASLt on one class of problems."""
 
@@ -205,8 +211,8 @@ class VendorCost(_Struct):
         *((name, c_float) for name in ("margin", "fixed_us", "epilogue_us", "split_us")),
         *((name, c_float) for name in ("slice_us", "lone_share", "bandwidth_gbps")),
         ("tiles", VendorTile * VENDOR_TILES),
-        ("misaligned", c_float * 3 * 3),
-        ("correction", c_float * VENDOR_NODES**3),
+        ("correction", LogFactors),
+        ("promise", LogFactors),
     ]
 
 
@@ -248,6 +254,7 @@ STRUCTS: dict[str, type[_Struct]] = {
     "mp_kernel": KernelRecord,
     "mp_cost": Cost,
     "mp_table": Table,
+    "mp_log_factors": LogFactors,
     "mp_vendor_cost": VendorCost,
     "mp_pack_header": PackHeader,
     "mp_stats": Stats,

@@ -45,6 +45,14 @@ class Cost:
 
 
 @dataclass(frozen=True, order=True)
+class LogFactors:
+    """Logs of factors, as `mp_log_factors` in moonpoly.h. By default all factors are 1."""
+
+    misaligned: tuple[tuple[float, ...], ...] = ((0.0,) * 3,) * 3  # A, B, Y at 2, 4, 8 bytes
+    nodes: tuple[float, ...] = (0.0,) * VENDOR_NODES**3  # in log2 of M, N, K; K fastest
+
+
+@dataclass(frozen=True, order=True)
 class VendorCost:
     """The fitted time of cuBLASLt on one class of problems, as `mp_vendor_cost` in moonpoly.h."""
 
@@ -61,8 +69,8 @@ class VendorCost:
     lone_share: float  # of a wave's time, where few SMs work
     bandwidth_gbps: float
     tiles: tuple[tuple[int, int, float], ...]  # rows, columns, microseconds of a K step of 64
-    misaligned: tuple[tuple[float, ...], ...]  # logs of factors: A, B, Y at 2, 4, 8 bytes
-    correction: tuple[float, ...]  # logs of factors at nodes in log2 of M, N, K; K fastest
+    correction: LogFactors
+    promise: LogFactors  # what other plans took, over what they promised
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,9 @@ def _parse(data: Any, source: Path) -> Table:
 def _vendor_cost(values: Any, where: str) -> VendorCost:
     if isinstance(values, dict):
         values = {key: _as_tuple(value) for key, value in values.items()}
+        for name in ("correction", "promise"):
+            if name in values:
+                values[name] = _log_factors(values[name], f"{where}: {name}")
     cost: VendorCost = _record(VendorCost, values, where)
     names = {
         "dtype": ("f16", "bf16", "f32"), "precision": ("tf32", "ieee"),
@@ -178,16 +189,24 @@ def _vendor_cost(values: Any, where: str) -> VendorCost:
             raise TableError(
                 f"{where}: {name} = {getattr(cost, name)!r}; accepted: {', '.join(map(str, known))}"
             )
-    lists = {
-        "tiles": [len(cost.tiles) <= VENDOR_TILES and len(cost.tiles) > 0]
-        + [_numbers(tile, 3) and min(tile) > 0 for tile in cost.tiles],
-        "misaligned": [len(cost.misaligned) == 3] + [_numbers(logs, 3) for logs in cost.misaligned],
-        "correction": [_numbers(cost.correction, VENDOR_NODES**3)],
-    }
-    for name, checks in lists.items():
-        if not all(checks):
-            raise TableError(f"{where}: {name} has the wrong length or a value that is no number")
+    tiles_fit = 0 < len(cost.tiles) <= VENDOR_TILES
+    if not tiles_fit or not all(_numbers(tile, 3) and min(tile) > 0 for tile in cost.tiles):
+        raise TableError(
+            f"{where}: tiles are 1 to {VENDOR_TILES} lists of rows, columns and microseconds"
+        )
     return cost
+
+
+def _log_factors(values: Any, where: str) -> LogFactors:
+    if isinstance(values, dict):
+        values = {key: _as_tuple(value) for key, value in values.items()}
+    factors: LogFactors = _record(LogFactors, values, where)
+    rows = factors.misaligned
+    if len(rows) != 3 or not all(_numbers(row, 3) for row in rows):
+        raise TableError(f"{where}: misaligned is three lists of three numbers")
+    if not _numbers(factors.nodes, VENDOR_NODES**3):
+        raise TableError(f"{where}: nodes are {VENDOR_NODES**3} numbers")
+    return factors
 
 
 def _as_tuple(value: Any) -> Any:
@@ -209,6 +228,7 @@ def _record(cls: type[Any], values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise TableError(f"{where}: an object is expected, not {values!r:.80}")
     kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
+    kinds["LogFactors"] = LogFactors
     known = {field.name: kinds.get(str(field.type), tuple) for field in fields(cls)}
     if unknown := sorted(values.keys() - known.keys()):
         raise TableError(f"{where}: unknown field {unknown[0]!r}")
@@ -317,6 +337,8 @@ def packed_vendor(costs: Sequence[VendorCost]) -> npt.NDArray[np.void]:
         row["trans_a"], row["trans_b"] = (side == "t" for side in cost.layout)
         row["tile_count"] = len(cost.tiles)
         row["tiles"][: len(cost.tiles)] = list(cost.tiles)  # of tuples: numpy takes them for rows
-        row["misaligned"] = cost.misaligned
-        row["correction"] = np.reshape(cost.correction, row["correction"].shape)
+        for name in ("correction", "promise"):
+            factors: LogFactors = getattr(cost, name)
+            row[name]["misaligned"] = factors.misaligned
+            row[name]["nodes"] = np.reshape(factors.nodes, (VENDOR_NODES,) * 3)
     return rows

@@ -79,6 +79,7 @@ TABLE = np.dtype([
 VENDOR_TILE = np.dtype([("bm", "<i4"), ("bn", "<i4"), ("step_us", "<f4")])
 VENDOR_TILES = 8
 VENDOR_NODES = 5
+LOG_FACTORS = np.dtype([("misaligned", "<f4", (3, 3)), ("nodes", "<f4", (VENDOR_NODES,) * 3)])
 VENDOR = np.dtype([
     *((field_name, "<i4") for field_name in (
         "dtype", "precision", "trans_a", "trans_b", "aligned", "batched", "tile_count",
@@ -86,8 +87,7 @@ VENDOR = np.dtype([
     *((field_name, "<f4") for field_name in (
         "margin", "fixed_us", "epilogue_us", "split_us", "slice_us", "lone_share", "bandwidth_gbps",
     )),
-    ("tiles", VENDOR_TILE, VENDOR_TILES), ("misaligned", "<f4", (3, 3)),
-    ("correction", "<f4", (VENDOR_NODES,) * 3),
+    ("tiles", VENDOR_TILE, VENDOR_TILES), ("correction", LOG_FACTORS), ("promise", LOG_FACTORS),
 ])  # fmt: skip
 
 

@@ -108,6 +108,7 @@ MP_EXPORT int32_t mp_struct_size(const char* name) {
   MP_SIZE(mp_kernel);
   MP_SIZE(mp_cost);
   MP_SIZE(mp_table);
+  MP_SIZE(mp_log_factors);
   MP_SIZE(mp_vendor_cost);
   MP_SIZE(mp_pack_header);
   MP_SIZE(mp_stats);

@@ -182,8 +182,8 @@ typedef struct mp_table {
 //   fixed + epilogue * waves * area + hypot(loop, traffic) + (split > 1: split + slice * split * area)
 //   loop = K steps of 64 per slice * step_us * (full waves + last: lone + (1 - lone) * share of SMs)
 // with areas in units of 64 x 64 elements, one block an SM; times the exponential of
-// misaligned[operand][2, 4, 8 bytes] for A, B and Y, and of `correction` interpolated linearly
-// between nodes at log2 of M, N, K = first + node * MP_VENDOR_NODE_STEP (first: 0, 3, 3).
+// misaligned[operand][2, 4, 8 bytes] for A, B and Y, and of `nodes` interpolated linearly between
+// log2 of M, N, K = first + node * MP_VENDOR_NODE_STEP (first: 0, 3, 3).
 #define MP_VENDOR_TILES 8
 #define MP_VENDOR_NODES 5
 #define MP_VENDOR_NODE_STEP 3.5
@@ -191,6 +191,10 @@ typedef struct mp_vendor_tile {
   int32_t bm, bn;
   float step_us;  // one K step of 64 of a full wave
 } mp_vendor_tile;
+typedef struct mp_log_factors {
+  float misaligned[3][3];
+  float nodes[MP_VENDOR_NODES * MP_VENDOR_NODES * MP_VENDOR_NODES];  // K fastest
+} mp_log_factors;
 typedef struct mp_vendor_cost {
   int32_t dtype, precision, trans_a, trans_b;
   int32_t aligned;  // 1: A, B and Y at 16 bytes; 0: not all of them
@@ -201,8 +205,10 @@ typedef struct mp_vendor_cost {
   float lone_share;
   float bandwidth_gbps;
   mp_vendor_tile tiles[MP_VENDOR_TILES];
-  float misaligned[3][3];
-  float correction[MP_VENDOR_NODES * MP_VENDOR_NODES * MP_VENDOR_NODES];  // K fastest
+  mp_log_factors correction;
+  // What plans of the pack's kernels took, over what was predicted: their prediction is multiplied
+  // by this before the two are compared. The least of many predictions is too low more often than not.
+  mp_log_factors promise;
 } mp_vendor_cost;
 
 typedef struct mp_pack_header {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "error.h"
 #include "pack.h"
@@ -34,8 +35,7 @@ int class_index(int dtype, int precision, int trans_a, int trans_b, bool aligned
   return ((((dtype * 2 + precision) * 2 + trans_a) * 2 + trans_b) * 2 + aligned) * 2 + batched;
 }
 
-// Logarithm of the misalignment's and the nodes' factor.
-double correction(const mp_vendor_cost& c, const mp_problem& p, const Extent& e) {
+double factor(const mp_log_factors& c, const mp_problem& p, const Extent& e) {
   double log = 0;
   const int32_t aligns[] = {p.align_a, p.align_b, p.align_c};
   for (int i = 0; i < 3; ++i) {
@@ -58,9 +58,15 @@ double correction(const mp_vendor_cost& c, const mp_problem& p, const Extent& e)
       node = node * MP_VENDOR_NODES + low[i] + high;
       share *= high ? weight[i] : 1 - weight[i];
     }
-    log += share * c.correction[node];
+    log += share * c.nodes[node];
   }
-  return log;
+  return std::exp(log);
+}
+
+bool finite(const mp_log_factors& c) {
+  const auto is_finite = [](float log) { return std::isfinite(log); };
+  return std::all_of(&c.misaligned[0][0], &c.misaligned[0][0] + 9, is_finite) &&
+         std::all_of(std::begin(c.nodes), std::end(c.nodes), is_finite);
 }
 
 }  // namespace
@@ -84,14 +90,7 @@ const char* fault(const mp_vendor_cost& c) {
       !usable(c.lone_share)) {
     return "has a cost that is not finite or negative";
   }
-  for (const auto& operand : c.misaligned) {
-    for (float log : operand) {
-      if (!std::isfinite(log)) return "has a factor that is not finite";
-    }
-  }
-  for (float log : c.correction) {
-    if (!std::isfinite(log)) return "has a correction that is not finite";
-  }
+  if (!finite(c.correction) || !finite(c.promise)) return "has a factor that is not finite";
   return nullptr;
 }
 
@@ -130,7 +129,12 @@ double VendorModel::predict_us(const mp_vendor_cost& c, const mp_problem& p, con
     offer(fill);
     if (fill >= 4) offer(std::floor(fill / 2));
   }
-  return best * std::exp(correction(c, p, e));
+  return best * factor(c.correction, p, e);
+}
+
+double VendorModel::expected_us(const mp_vendor_cost& c, const mp_problem& p, const Extent& e,
+                                double us) {
+  return us * factor(c.promise, p, e);
 }
 
 void Planner::plan_vendor(const mp_problem& p, const PlanRequest& request, mp_plan* out) const {
@@ -148,7 +152,10 @@ void Planner::plan_vendor(const mp_problem& p, const PlanRequest& request, mp_pl
       p.m, p.n, p.k, p.batch, unique_bytes(p, p.m, p.n, p.batch), element_bytes(p.dtype)};
   const double us =
       cost ? vendor_.predict_us(*cost, p, extent, request.workspace) : 0;  // 0: not known
-  if (!forced && us * cost->margin >= out->predicted_us) return;
+  if (!forced &&
+      us * cost->margin >= VendorModel::expected_us(*cost, p, extent, out->predicted_us)) {
+    return;
+  }
   *out = mp_plan{};
   mp_region& r = out->regions[0];
   r.kernel = MP_VENDOR;

@@ -28,6 +28,10 @@ class VendorModel {
   double predict_us(const mp_vendor_cost& cost, const mp_problem& problem, const Extent& extent,
                     bool split) const;
 
+  // What another plan is likely to take that promises `us`.
+  static double expected_us(const mp_vendor_cost& cost, const mp_problem& problem,
+                            const Extent& extent, double us);
+
  private:
   std::vector<mp_vendor_cost> costs_;
   std::array<int16_t, 96> places_{};  // by class, from 1; 0: not measured

@@ -5,6 +5,7 @@ computes what Python fits.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 
 from moonpoly_ort import devices, errors, native, tables
-from moonpoly_ort.tables import VendorCost
+from moonpoly_ort.tables import LogFactors, VendorCost
 from moonpoly_ort.tuning import vendor_model
 from moonpoly_ort.tuning.vendor_model import Timing
 
@@ -29,8 +30,11 @@ def cost(**changes: Any) -> VendorCost:
         "margin": 1.05, "fixed_us": 2.0, "epilogue_us": 0.1, "split_us": 1.0, "slice_us": 0.05,
         "lone_share": 0.6, "bandwidth_gbps": 4000.0,
         "tiles": ((64, 64, 0.12), (128, 128, 0.35), (128, 256, 0.6)),
-        "misaligned": tuple(tuple(rng.uniform(0, 0.5, 3).tolist()) for _ in range(3)),
-        "correction": tuple(rng.uniform(-0.2, 0.2, 125).tolist()),
+        "correction": LogFactors(
+            tuple(tuple(rng.uniform(0, 0.5, 3).tolist()) for _ in range(3)),
+            tuple(rng.uniform(-0.2, 0.2, 125).tolist()),
+        ),
+        "promise": LogFactors(),
     }  # fmt: skip
     return VendorCost(**fields | changes)
 
@@ -157,6 +161,24 @@ def test_any_timings_give_a_model_that_a_pack_takes(
     assert fitted.bandwidth_gbps > 0
 
 
+def test_what_plans_promise_is_corrected() -> None:
+    """Our plans take 1.5 times what they promise, and where M is large twice as much."""
+    rng = np.random.default_rng(2)
+
+    def told(timings: list[Timing]) -> list[Timing]:
+        taken = [(15 if t.m < 64 else 20) * rng.uniform(0.98, 1.02) for t in timings]
+        return [
+            replace(t, promised_us=10.0, taken_us=us) for t, us in zip(timings, taken, strict=True)
+        ]
+
+    fitted = vendor_model._fit_class(told(timings_of(cost(), 200)), SM_COUNT)
+    fresh = told(timings_of(cost(), 100, seed=9))
+    found = vendor_model.expected(fitted, fresh)
+    assert np.median(np.abs(np.log(found / [t.taken_us for t in fresh]))) < 0.08
+    untold = vendor_model._fit_class(timings_of(cost(), 60), SM_COUNT)
+    assert untold.promise == LogFactors()
+
+
 def table(*vendor: VendorCost) -> tables.Table:
     return tables.Table(
         "NVIDIA H200", 90, SM_COUNT, 232448, 4300.0, 2.5, "3.9.0", "13.0", "580.1", "ab" * 32,
@@ -179,13 +201,14 @@ def test_a_table_keeps_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("tiles", [], "tiles has the wrong length"),
-        ("tiles", [[64, 64]], "tiles has the wrong length"),
-        ("tiles", [[64, 64, 0]], "tiles has the wrong length"),
-        ("tiles", [[64, 64, 1]] * 9, "tiles has the wrong length"),
-        ("misaligned", [[0, 0, 0]], "misaligned has the wrong length"),
-        ("correction", [0.0] * 124, "correction has the wrong length"),
-        ("correction", ["x"] * 125, "correction has the wrong length"),
+        ("tiles", [], "tiles are 1 to 8"),
+        ("tiles", [[64, 64]], "tiles are 1 to 8"),
+        ("tiles", [[64, 64, 0]], "tiles are 1 to 8"),
+        ("tiles", [[64, 64, 1]] * 9, "tiles are 1 to 8"),
+        ("correction", {"misaligned": [[0, 0, 0]], "nodes": [0.0] * 125}, "misaligned is three"),
+        ("correction", {"misaligned": [[0] * 3] * 3, "nodes": [0.0] * 124}, "nodes are 125"),
+        ("promise", {"misaligned": [[0] * 3] * 3, "nodes": ["x"] * 125}, "promise: nodes are 125"),
+        ("promise", 3, "promise: an object is expected"),
         ("layout", "xy", "layout = 'xy'; accepted: nn, nt, tn, tt"),
         ("aligned", 2, "aligned = 2; accepted: 0, 1"),
         ("margin", -1, "margin = -1"),
