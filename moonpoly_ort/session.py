@@ -154,8 +154,7 @@ def _resolve(
     """
     _check("backend", backend, ("auto", "cuda", "interpreter"))
     _check("precision", precision, ("tf32", "ieee"))
-    if vendor not in (None, False, True):
-        raise ArgumentError(f"vendor = {vendor!r}; accepted: None, False, True")
+    _check_switch(vendor)
     if backend == "interpreter":
         return Registration(backend, precision, _pack_for_interpreter(pack))
     switch = "auto" if vendor is None else str(int(vendor))
@@ -192,6 +191,11 @@ def _pack_for_interpreter(pack: str | os.PathLike[str] | None) -> str:
 def _check(what: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ArgumentError(f"{what} = {value!r}; accepted: {', '.join(map(repr, accepted))}")
+
+
+def _check_switch(vendor: object) -> None:
+    if vendor is not None and not isinstance(vendor, bool):
+        raise ArgumentError(f"vendor = {vendor!r}; accepted: None, False, True")
 
 
 def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str:
@@ -298,6 +302,7 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         else:
             _check("backend", backend, ("auto", "cuda", "interpreter"))
             _check("precision", precision, ("tf32", "ieee"))
+            _check_switch(vendor)
             _say_once(f"running on ONNX Runtime's own kernels: {CUDA} is not among the providers.")
         try:
             self._load(providers, provider_options, registration)
