@@ -3,11 +3,12 @@
     python -m benchmarks.fit_vendor oracle.csv [more.csv] [--pack sm_90.mpk]
         [--table gemm__nvidia-h200.json]
 
-Needs no GPU. Reads what `benchmarks.bench_kernels --oracle` writes: rows of the kernel `cublas` are
-fitted, one model per class. The other rows tell what plans of our kernels take beside what they
-promise: with a pack and a table, of the plans that the planner makes by that table, else of those
-that the file's own predictions favour. Printed per class: the error on the shapes of the half that
-was not fitted, and what choosing between ours and cuBLASLt by these predictions gains.
+Needs no GPU. Reads what `benchmarks.bench_kernels` writes with --oracle and --vendor: rows of the
+kernel `cublaslt`, or of `cublas` where a shape has none, are fitted, one model per class. The other
+rows tell what plans of our kernels take beside what they promise: with a pack and a table, of the
+plans that the planner makes by that table, else of those that the file's own predictions favour.
+Printed per class: the error on the shapes of the half that was not fitted, and what choosing
+between ours and cuBLASLt by these predictions gains.
 """
 
 from __future__ import annotations
@@ -47,19 +48,21 @@ def shape_of(t: Timing) -> Shape:
 
 def read(paths: Iterable[Path]) -> tuple[list[Timing], dict[Shape, list[Row]]]:
     """cuBLASLt's timings, and ours of the same shapes."""
-    timings: list[Timing] = []
+    timings: dict[Shape, Timing] = {}
     ours: dict[Shape, list[Row]] = defaultdict(list)
     for path in paths:
         with path.open(newline="") as source:
             for row in csv.DictReader(source):
                 dtype, precision = NUMBERS[row["dtype"]]
                 shape = (dtype, precision, row["layout"], *(int(row[size]) for size in "mnk"))
-                if row["kernel"] == "cublas":
-                    timings.append(Timing(*shape, us=float(row["us"])))
+                if row["kernel"] in ("cublas", "cublaslt"):
+                    # cuBLAS has kernels besides those of cuBLASLt, whose own time is preferred.
+                    if row["kernel"] == "cublaslt" or shape not in timings:
+                        timings[shape] = Timing(*shape, us=float(row["us"]))
                 else:
                     times = float(row["predicted_us"]), float(row["us"])
                     ours[shape].append(Row(row["kernel"], int(row["split"]), *times))
-    return timings, ours
+    return list(timings.values()), ours
 
 
 class Planner:
@@ -142,7 +145,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("timings", type=Path, nargs="+", help="CSV of bench_kernels --oracle")
+    parser.add_argument("timings", type=Path, nargs="+", help="CSV of bench_kernels")
     parser.add_argument("--gpu", default="H200", help="where they were taken")
     parser.add_argument("--table", type=Path, help="a table of that GPU, to which models are added")
     parser.add_argument("--pack", type=Path, help="with --table: the pack that was measured")

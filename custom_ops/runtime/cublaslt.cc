@@ -2,7 +2,10 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstring>
+#include <memory>
+#include <mutex>
 
 #include "error.h"
 
@@ -12,11 +15,11 @@ namespace {
 // CUDA 13's and 12's names, then what a system's linker cache offers under the plain one.
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"};
 
-struct LoadedCublasLt {
+struct Search {
   CublasLt api{};
   std::string failure;
 
-  LoadedCublasLt() {
+  Search() {
     void* library = nullptr;
     // A second copy beside one in use would cost 400 MB and load its kernels again.
     for (int flags : {RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD, RTLD_NOW | RTLD_LOCAL}) {
@@ -52,24 +55,33 @@ struct LoadedCublasLt {
   }
 };
 
-const LoadedCublasLt& loaded() {
-  // Never destroyed: a session that is a static object of the program ends after our own.
-  static const auto& instance = *new LoadedCublasLt;
-  return instance;
-}
+std::atomic<const CublasLt*> found{nullptr};
 
 }  // namespace
 
 const CublasLt* try_cublaslt(std::string* why) {
-  const LoadedCublasLt& found = loaded();
-  if (!found.failure.empty() && why) *why = found.failure;
-  return found.failure.empty() ? &found.api : nullptr;
+  static std::mutex mutex;
+  if (const CublasLt* api = found.load(std::memory_order_acquire)) return api;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (const CublasLt* api = found.load(std::memory_order_relaxed)) return api;
+  // What was missing may have been loaded since: a provider of ONNX Runtime brings its own.
+  auto search = std::make_unique<Search>();
+  if (!search->failure.empty()) {
+    if (why) *why = search->failure;
+    return nullptr;
+  }
+  // Never destroyed: a session that is a static object of the program ends after our own.
+  const CublasLt* api = &search.release()->api;
+  found.store(api, std::memory_order_release);
+  return api;
 }
 
 void check_cublaslt(CublasStatus status, const char* what) {
   if (status == 0) return;
-  const auto name = loaded().api.GetStatusName;
-  fail(MP_CUDA, what, " failed: ", name ? name(status) : "cuBLASLt status", " (", status, ")");
+  const CublasLt* api = found.load(std::memory_order_acquire);
+  fail(MP_CUDA, what,
+       " failed: ", api && api->GetStatusName ? api->GetStatusName(status) : "cuBLASLt status",
+       " (", status, ")");
 }
 
 }  // namespace moonpoly

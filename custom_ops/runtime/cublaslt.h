@@ -81,7 +81,8 @@ struct CublasLt {
 };
 
 // The library that the process has loaded already (ONNX Runtime's CUDA provider and torch load
-// theirs), else the newest that is found, once. Null where there is none, with the reason in `why`.
+// theirs), else the newest that is found. Null where there is none, with the reason in `why`: the
+// next call looks again.
 const CublasLt* try_cublaslt(std::string* why);
 
 // Throws Error(MP_CUDA) naming the call and the status.

@@ -228,8 +228,8 @@ def _fit_class(timings: Sequence[Timing], sm_count: int) -> VendorCost:
 
 def _smooth(features: Floats, logs: Floats) -> Floats:
     """Coefficients of the features that make these logs, held down and smooth."""
-    solved: Floats = np.linalg.solve(features.T @ features + _penalty(), features.T @ logs)
-    return solved
+    solved = np.linalg.solve(features.T @ features + _penalty(), features.T @ logs)
+    return np.asarray(solved, np.float64)
 
 
 def _log_factors(solution: Floats) -> LogFactors:

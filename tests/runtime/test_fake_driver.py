@@ -16,7 +16,8 @@ import pytest
 HERE = Path(__file__).parent / "fake_driver"
 
 
-STAND_INS = {"libcuda.so.1": "fake_cuda.cc", "libcublasLt.so.13": "fake_cublaslt.cc"}
+VENDOR = "libcublasLt.so.13"
+STAND_INS = {"libcuda.so.1": "fake_cuda.cc", VENDOR: "fake_cublaslt.cc"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_with_the_fake_driver(folders: dict[str, str], cases: str) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
-        env=os.environ | {"LD_LIBRARY_PATH": path},
+        env=os.environ | {"LD_LIBRARY_PATH": path, "FAKE_CUBLASLT": f"{folders[VENDOR]}/{VENDOR}"},
         capture_output=True,
         text=True,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cases_cuda_op import Node, array, check, exact
 from fake_gpu import Aligned, driver, launches, write_fake_pack
@@ -37,13 +40,18 @@ def test_a_session_that_insists_is_refused(fast: Path) -> None:
         Node(fast, vendor="1")
 
 
-def test_a_forced_plan_cannot_be_launched(fast: Path) -> None:
+def test_the_library_is_looked_for_again(fast: Path) -> None:
+    """A forced plan cannot be launched until someone, such as torch, has loaded the library."""
     x, w = array(40, 72), array(72, 136)
     y: Aligned = array(40, 136)
+    workspace = Aligned(np.zeros((32 << 20) + 256, np.uint8))
     problem, _ = native.matmul_problem((40, 72), (72, 136), native.Dtype.F16)
+    at = {"a": x.address, "b": w.address, "y": y.address, "workspace": workspace.address}
     with native.Pack(fast) as pack, native.Launcher(pack, 0) as launcher:
-        device = native.device_query(0)
-        plan = pack.plan(device, problem)
+        plan = pack.plan(native.device_query(0), problem)
         assert plan.regions[0].kernel == native.VENDOR  # plans do not look for the library
         with pytest.raises(errors.DeviceError, match="libcublasLt was not found"):
-            launcher.launch(problem, plan, a=x.address, b=w.address, y=y.address, workspace=256)
+            launcher.launch(problem, plan, **at)
+        ctypes.CDLL(os.environ["FAKE_CUBLASLT"])
+        launcher.launch(problem, plan, **at)
+    np.testing.assert_allclose(y.array, exact(x) @ exact(w), rtol=1e-2, atol=5e-2)
