@@ -49,6 +49,7 @@ struct CublasLtHeuristic {
   float waves;
   int reserved[4];
 };
+static_assert(sizeof(CublasLtHeuristic) == 96, "as cublasLtMatmulHeuristicResult_t");
 
 struct CublasLt {
   CublasStatus (*Create)(CublasLtHandle* handle);

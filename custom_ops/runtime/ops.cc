@@ -172,10 +172,7 @@ class CudaKernel final : public Kernel {
     planner_ = pack->planner(device);
     launcher_ = Launcher::get(std::move(pack), ordinal);
     launcher_->load(op.dtype, op.dtype == MP_F32 ? op.settings->precision : MP_TF32);
-    if (takes_vendor(op.settings->vendor, *planner_)) {
-      launcher_->load_vendor();
-      vendor_ = kUsesVendor;
-    }
+    if (takes_vendor(op.settings->vendor, *planner_)) load_vendor(op.settings->vendor, info);
     warn_once_without_table(ort_, info, *planner_);
   }
 
@@ -216,6 +213,16 @@ class CudaKernel final : public Kernel {
     for_each_launch(product, operands, [&](const Operands& moved) {
       launcher_->launch(product.problem, plan, moved, scratch.data(), counters, stream, maps);
     });
+  }
+
+  void load_vendor(VendorUse use, const OrtKernelInfo* info) {
+    try {
+      launcher_->load_vendor();
+      vendor_ = kUsesVendor;
+    } catch (const Error& e) {
+      if (use == VendorUse::kOn) throw;
+      ort_.warn(info, std::string("MoonPoly plans without cuBLASLt: ") + e.what());
+    }
   }
 
   const KernelAllocator allocator_;

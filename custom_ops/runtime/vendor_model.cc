@@ -16,16 +16,19 @@ constexpr int kStep = 64;  // elements of K
 constexpr int kMaxSlices = 16;
 constexpr double kArea = 64 * 64;  // elements that areas of tiles are counted in
 
-double ceil_div(double a, double b) { return std::ceil(a / b); }
+// Of what is not negative. Calls of floor and ceil, which need more than x86-64's first
+// instructions, would take half of a prediction's time.
+double whole(double x) { return static_cast<double>(static_cast<int64_t>(std::min(x, 1e18))); }
+double ceil_div(double a, double b) { return whole((a + b - 1) / b); }  // of whole numbers
 
-double tile_us(const mp_vendor_cost& c, const mp_vendor_tile& tile, const Extent& e, double tiles,
+double tile_us(const mp_vendor_cost& c, const mp_vendor_tile& tile, double k_steps, double tiles,
                double traffic, double sms, double split) {
   const double area = tile.bm * tile.bn / kArea;
-  const double steps = ceil_div(ceil_div(e.k, kStep), split);
-  const double waves = tiles * split / sms, full = std::floor(waves), last = waves - full;
+  const double steps = ceil_div(k_steps, split);
+  const double waves = tiles * split / sms, full = whole(waves), last = waves - full;
   const double share = full + (last > 0 ? c.lone_share + (1 - c.lone_share) * last : 0);
   const double loop = steps * tile.step_us * share;
-  double us = c.fixed_us + c.epilogue_us * std::ceil(waves) * area +
+  double us = c.fixed_us + c.epilogue_us * (full + (last > 0)) * area +
               std::sqrt(loop * loop + traffic * traffic);
   if (split > 1) us += c.split_us + c.slice_us * split * area;
   return us;
@@ -35,31 +38,40 @@ int class_index(int dtype, int precision, int trans_a, int trans_b, bool aligned
   return ((((dtype * 2 + precision) * 2 + trans_a) * 2 + trans_b) * 2 + aligned) * 2 + batched;
 }
 
-double factor(const mp_log_factors& c, const mp_problem& p, const Extent& e) {
+// Where a problem lies among the nodes.
+struct Place {
+  int node[8];
+  double share[8];
+
+  explicit Place(const Extent& e) {
+    constexpr double kFirst[] = {0, 3, 3};
+    const double sizes[] = {double(e.m), double(e.n), double(e.k)};
+    int low[3];
+    double weight[3];
+    for (int i = 0; i < 3; ++i) {
+      const double at = (std::log2(sizes[i]) - kFirst[i]) / MP_VENDOR_NODE_STEP;
+      low[i] = std::max(0, std::min(MP_VENDOR_NODES - 2, static_cast<int>(at)));
+      weight[i] = std::max(0.0, std::min(1.0, at - low[i]));
+    }
+    for (int corner = 0; corner < 8; ++corner) {
+      node[corner] = 0;
+      share[corner] = 1;
+      for (int i = 0; i < 3; ++i) {
+        const int high = corner >> i & 1;
+        node[corner] = node[corner] * MP_VENDOR_NODES + low[i] + high;
+        share[corner] *= high ? weight[i] : 1 - weight[i];
+      }
+    }
+  }
+};
+
+double factor(const mp_log_factors& c, const mp_problem& p, const Place& place) {
   double log = 0;
   const int32_t aligns[] = {p.align_a, p.align_b, p.align_c};
   for (int i = 0; i < 3; ++i) {
     if (aligns[i] < 16) log += c.misaligned[i][aligns[i] == 2 ? 0 : aligns[i] == 4 ? 1 : 2];
   }
-  constexpr double kFirst[] = {0, 3, 3};
-  const double sizes[] = {double(e.m), double(e.n), double(e.k)};
-  int low[3];
-  double weight[3];
-  for (int i = 0; i < 3; ++i) {
-    const double at = (std::log2(sizes[i]) - kFirst[i]) / MP_VENDOR_NODE_STEP;
-    low[i] = std::max(0, std::min(MP_VENDOR_NODES - 2, static_cast<int>(at)));
-    weight[i] = std::max(0.0, std::min(1.0, at - low[i]));
-  }
-  for (int corner = 0; corner < 8; ++corner) {
-    int node = 0;
-    double share = 1;
-    for (int i = 0; i < 3; ++i) {
-      const int high = corner >> i & 1;
-      node = node * MP_VENDOR_NODES + low[i] + high;
-      share *= high ? weight[i] : 1 - weight[i];
-    }
-    log += share * c.nodes[node];
-  }
+  for (int i = 0; i < 8; ++i) log += place.share[i] * c.nodes[place.node[i]];
   return std::exp(log);
 }
 
@@ -111,30 +123,28 @@ const mp_vendor_cost* VendorModel::cost_of(const mp_problem& p) const {
   return place ? &costs_[place - 1] : nullptr;
 }
 
-double VendorModel::predict_us(const mp_vendor_cost& c, const mp_problem& p, const Extent& e,
-                               bool split) const {
+VendorModel::Comparison VendorModel::compare(const mp_vendor_cost& c, const mp_problem& p,
+                                             const Extent& e, bool split,
+                                             double promised_us) const {
   const double traffic = e.unique_bytes / (c.bandwidth_gbps * 1e3);
-  const double most = std::min<double>(kMaxSlices, ceil_div(e.k, kStep));
+  const double k_steps = ceil_div(e.k, kStep);
+  const double most = std::min<double>(kMaxSlices, k_steps);
   double best = -1;
   for (int i = 0; i < c.tile_count; ++i) {
     const mp_vendor_tile& tile = c.tiles[i];
     const double tiles = ceil_div(e.m, tile.bm) * ceil_div(e.n, tile.bn) * e.batch;
     const auto offer = [&](double slices) {
-      const double us = tile_us(c, tile, e, tiles, traffic, sm_count_, slices);
+      const double us = tile_us(c, tile, k_steps, tiles, traffic, sm_count_, slices);
       if (best < 0 || us < best) best = us;
     };
     offer(1);
-    const double fill = std::min(std::floor(sm_count_ / tiles), most);
-    if (!split || fill < 2) continue;
-    offer(fill);
-    if (fill >= 4) offer(std::floor(fill / 2));
+    if (!split || 2 * tiles > sm_count_) continue;
+    const double fill = std::min(whole(sm_count_ / tiles), most);
+    if (fill >= 2) offer(fill);
+    if (fill >= 4) offer(whole(fill / 2));
   }
-  return best * factor(c.correction, p, e);
-}
-
-double VendorModel::expected_us(const mp_vendor_cost& c, const mp_problem& p, const Extent& e,
-                                double us) {
-  return us * factor(c.promise, p, e);
+  const Place place(e);
+  return {best * factor(c.correction, p, place), promised_us * factor(c.promise, p, place)};
 }
 
 void Planner::plan_vendor(const mp_problem& p, const PlanRequest& request, mp_plan* out) const {
@@ -150,11 +160,11 @@ void Planner::plan_vendor(const mp_problem& p, const PlanRequest& request, mp_pl
   if (why || (!forced && !cost)) return;
   const Extent extent{
       p.m, p.n, p.k, p.batch, unique_bytes(p, p.m, p.n, p.batch), element_bytes(p.dtype)};
-  const double us =
-      cost ? vendor_.predict_us(*cost, p, extent, request.workspace) : 0;  // 0: not known
-  if (!forced &&
-      us * cost->margin >= VendorModel::expected_us(*cost, p, extent, out->predicted_us)) {
-    return;
+  double us = 0;  // not known
+  if (cost) {
+    const auto likely = vendor_.compare(*cost, p, extent, request.workspace, out->predicted_us);
+    us = likely.vendor_us;
+    if (!forced && us * cost->margin >= likely.other_us) return;
   }
   *out = mp_plan{};
   mp_region& r = out->regions[0];

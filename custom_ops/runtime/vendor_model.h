@@ -1,5 +1,5 @@
 // Predicted time of cuBLASLt, whose kernels and choices are its own: a fit to its timings on this
-// GPU, per class of problems (see mp_vendor_cost). Pure arithmetic, about 0.3 us a prediction.
+// GPU, per class of problems (see mp_vendor_cost). Pure arithmetic, about 0.3 us a comparison.
 #ifndef MOONPOLY_VENDOR_MODEL_H_
 #define MOONPOLY_VENDOR_MODEL_H_
 
@@ -24,13 +24,14 @@ class VendorModel {
   // Of the problem's class; null where it was not measured.
   const mp_vendor_cost* cost_of(const mp_problem& problem) const;
 
-  // `split`: whether it may cut K, which needs a workspace.
-  double predict_us(const mp_vendor_cost& cost, const mp_problem& problem, const Extent& extent,
-                    bool split) const;
-
-  // What another plan is likely to take that promises `us`.
-  static double expected_us(const mp_vendor_cost& cost, const mp_problem& problem,
-                            const Extent& extent, double us);
+  // Microseconds that cuBLASLt and another plan are likely to take.
+  struct Comparison {
+    double vendor_us, other_us;
+  };
+  // `split`: whether cuBLASLt may cut K, which needs a workspace. The other plan promises
+  // `promised_us`.
+  Comparison compare(const mp_vendor_cost& cost, const mp_problem& problem, const Extent& extent,
+                     bool split, double promised_us) const;
 
  private:
   std::vector<mp_vendor_cost> costs_;

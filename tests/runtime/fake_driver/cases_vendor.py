@@ -502,6 +502,20 @@ def test_the_switch(fast: Path) -> None:
         Node(fast, vendor="yes")
 
 
+def test_a_library_that_does_not_start_is_left_out(fast: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.mpk"  # another launcher, without a handle yet
+    copy.write_bytes(fast.read_bytes())
+    answer(fail=True)
+    with pytest.raises(RuntimeError, match=r"node 'node': cublasLtCreate failed"):
+        Node(copy, vendor="1")
+    node = Node(copy)
+    (warning,) = node.ort.warnings
+    assert "without cuBLASLt: cublasLtCreate failed" in warning
+    x, y = array(40, 72), array(72, 136)
+    check(node.run([x, y]), exact(x) @ exact(y))
+    assert launches()
+
+
 def test_insisting_needs_a_measured_model(fast: Path) -> None:
     """GPU 1 has no table."""
     with pytest.raises(RuntimeError, match=r"no timings of cuBLASLt on Fake GPU 1"):
