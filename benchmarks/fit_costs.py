@@ -274,7 +274,7 @@ def read_rows(paths: list[Path], planner: Planner) -> list[Row]:
     for path in paths:
         with path.open(newline="") as source:
             for line in csv.DictReader(source):
-                if line["kernel"] == "cublas":
+                if line["kernel"] in ("cublas", "cublaslt"):
                     continue
                 if line["kernel"] not in index:
                     raise SystemExit(f"{path}: the pack holds no kernel {line['kernel']!r}")

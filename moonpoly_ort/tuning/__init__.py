@@ -1,0 +1,1 @@
+"""The offline stage: models of what was measured on a GPU."""
