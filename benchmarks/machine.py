@@ -56,8 +56,10 @@ class Setting:
             return native.device_query(self.provider.ordinal)
         return devices.lookup("H200")
 
-    def plan(self, problem: native.Problem, kernel: int = -1, split: int = 0) -> native.Plan:
-        return self.pack.plan(self.device, problem, kernel=kernel, split=split)
+    def plan(
+        self, problem: native.Problem, kernel: int = -1, split: int = 0, flags: int = 0
+    ) -> native.Plan:
+        return self.pack.plan(self.device, problem, kernel=kernel, split=split, flags=flags)
 
     @cached_property
     def runner(self) -> Runner:

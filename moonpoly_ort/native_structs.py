@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 MAX_REGIONS = 16
 
@@ -36,6 +36,14 @@ class Family(IntEnum):
     GEMM_TMA = 0
     GEMM_POINTER = 1
     GEMM_WS = 2
+
+
+class PlanFlag(IntFlag):
+    """`mp_plan_flags`: what a plan must do without."""
+
+    NO_SPLIT = 1
+    NO_REGIONS = 2
+    NO_STREAM = 8
 
 
 class _Struct(ctypes.Structure):
@@ -99,6 +107,10 @@ class Region(_Struct):
         *((name, c_int64) for name in ("m0", "m", "n0", "n", "z0", "z")),
         *((name, c_int64) for name in ("grid", "workspace_bytes", "counters")),
         ("predicted_us", c_double),
+        ("workspace_offset", c_int64),
+        ("counters_offset", c_int64),
+        ("joins_previous", c_int32),
+        ("reserved", c_int32),
     ]
 
 

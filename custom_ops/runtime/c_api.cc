@@ -84,6 +84,7 @@ void check_plan(const moonpoly::Pack& pack, const mp_problem& problem, const mp_
       moonpoly::fail(MP_INVALID, "region ", i, " lies outside the problem");
     }
   }
+  moonpoly::check_regions(plan);
 }
 
 }  // namespace
@@ -154,7 +155,7 @@ MP_EXPORT mp_status mp_device_query(int32_t ordinal, mp_device* out) {
 
 MP_EXPORT mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device,
                                     const mp_problem* problem, int32_t only_kernel,
-                                    int32_t only_split, mp_plan* out) {
+                                    int32_t only_split, int32_t flags, mp_plan* out) {
   return guarded([&] {
     require(pack, "pack");
     require(device, "device");
@@ -163,6 +164,7 @@ MP_EXPORT mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device
     moonpoly::PlanRequest request;
     request.only_kernel = only_kernel;
     request.only_split = only_split;
+    request.flags = flags;
     pack->pack->planner(*device)->plan(*problem, request, out);
   });
 }

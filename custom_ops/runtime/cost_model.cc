@@ -46,7 +46,6 @@ constexpr double kStoreBytesPerClock = 25;  // epilogue, one SM
 constexpr double kMatrixBiasClocks = 1650;  // epilogue with a matrix C: masked loads
 constexpr double kArriveClocks = 1700;  // split-K: fence, atomic, and the wait of the last block
 constexpr double kSliceElementClocks = 26.5;  // split-K: a thread stores or adds up one partial sum
-constexpr double kRaggedStepShare = 1.4;  // stream-K: of a step, where blocks are at different K
 constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among those that have one
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -233,16 +232,14 @@ int64_t grid_blocks(const mp_kernel& k, const KernelCost& cost, const DeviceMode
   return k.persistent ? std::min(tiles * split, slots) : tiles * split;
 }
 
-namespace {
-
-// One K step in a wave of `blocks` that need not fill the device. Between the two costs that are
-// known, what counts is how many blocks share an SM, or where only one fits, how many SMs work.
-double step_time(const KernelCost& cost, const DeviceModel& model, int64_t blocks) {
+double step_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks) {
   const double crowd = cost.blocks_per_sm > 1
                            ? double(ceil_div(blocks, model.sm_count) - 1) / (cost.blocks_per_sm - 1)
                            : double(blocks) / model.sm_count;
   return cost.single_step_us + (cost.step_us - cost.single_step_us) * crowd;
 }
+
+namespace {
 
 // Waves of blocks, one tile (or slice of one) each. `fixed_us` is each wave's time beside its loop.
 double waves_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks, double steps,
@@ -250,7 +247,7 @@ double waves_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks
   const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
   const int64_t full = blocks / slots, rest = blocks % slots;
   double compute = full * (fixed_us + steps * cost.step_us);
-  if (rest > 0) compute += fixed_us + steps * step_time(cost, model, rest);
+  if (rest > 0) compute += fixed_us + steps * step_us(cost, model, rest);
   return compute;
 }
 
@@ -261,10 +258,27 @@ double persistent_us(const KernelCost& cost, const DeviceModel& model, int64_t t
                      int64_t blocks, double steps, int split, bool ragged) {
   const double share =
       split > 1 ? std::ceil(tiles * steps / blocks) : ceil_div(tiles, blocks) * steps;
-  return share * step_time(cost, model, blocks) * (ragged ? kRaggedStepShare : 1);
+  return share * step_us(cost, model, blocks) * (ragged ? kRaggedStepShare : 1);
 }
 
 }  // namespace
+
+double traffic_bytes(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
+                     const Extent& e, int split) {
+  const int64_t rows = (e.m + k.bm - 1) / k.bm, columns = (e.n + k.bn - 1) / k.bn;
+  const int64_t tiles = rows * columns * e.batch;
+  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
+  // Every operand once; what a wave streams beyond the L2 again with each further wave.
+  double bytes = e.unique_bytes;
+  const double waves = double(k.persistent ? tiles : tiles * split) / slots;
+  if (waves >= 1 && bytes > model.l2_bytes) {
+    const double high = std::min<int64_t>(std::max(k.group_m, 1), rows);
+    const double wide = std::min<double>(std::ceil(slots / high), columns);
+    const double wave = (high * k.bm + wide * k.bn) * double(e.k) * e.element_bytes;
+    bytes = std::max(bytes, wave * waves);
+  }
+  return bytes;
+}
 
 double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
                   const Extent& e, int split) {
@@ -289,18 +303,9 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
       k.persistent ? std::max(1.0, double(blocks) / tiles) - (ragged ? 0 : 1) : split;
   const double fixup = split > 1 ? cost.arrive_us + slices * cost.slice_us : 0;
 
-  // DRAM: every operand once; what a wave streams beyond the L2 again with each further wave.
-  double bytes = e.unique_bytes;
-  const double waves = double(k.persistent ? tiles : blocks) / slots;
-  if (waves >= 1 && bytes > model.l2_bytes) {
-    const double high = std::min<int64_t>(std::max(k.group_m, 1), rows);
-    const double wide = std::min<double>(std::ceil(slots / high), columns);
-    const double wave = (high * k.bm + wide * k.bn) * double(e.k) * e.element_bytes;
-    bytes = std::max(bytes, wave * waves);
-  }
   // The loops and the traffic overlap, yet wait for each other where they take about as long. No
   // block computes or streams while the first ones start and the last ones end.
-  const double traffic = bytes / model.bytes_per_us;
+  const double traffic = traffic_bytes(k, cost, model, e, split) / model.bytes_per_us;
   return model.launch_us + cost.fixed_us + std::hypot(loop, traffic) + fixup;
 }
 

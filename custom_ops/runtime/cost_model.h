@@ -47,6 +47,19 @@ struct Extent {
   int element_bytes;
 };
 
+// Of a K step, where persistent blocks with ragged shares of the work (stream-K) are at different
+// K.
+constexpr double kRaggedStepShare = 1.4;
+
+// One K step in a wave of `blocks` that need not fill the device. Between the two costs that are
+// known, what counts is how many blocks share an SM, or where only one fits, how many SMs work.
+double step_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks);
+
+// Bytes moved through the memory: every operand once, and what a wave streams beyond the L2 again
+// with each further wave.
+double traffic_bytes(const mp_kernel& kernel, const KernelCost& cost, const DeviceModel& model,
+                     const Extent& extent, int split);
+
 // Blocks that `tiles` output tiles are launched with.
 int64_t grid_blocks(const mp_kernel& kernel, const KernelCost& cost, const DeviceModel& model,
                     int64_t tiles, int split);

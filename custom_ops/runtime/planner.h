@@ -10,6 +10,7 @@
 #include "cost_model.h"
 #include "moonpoly.h"
 #include "problem_cache.h"
+#include "regions.h"
 
 namespace moonpoly {
 
@@ -19,6 +20,11 @@ struct PlanRequest {
   int only_kernel = -1;   // >= 0: this kernel or an error
   int only_split = 0;     // >= 1: this split or an error
   bool workspace = true;  // false: no split-K, for callers that have no stream-ordered memory
+  int flags = 0;          // mp_plan_flags
+
+  Means means() const {
+    return {workspace && !(flags & MP_PLAN_NO_SPLIT), workspace && !(flags & MP_PLAN_NO_STREAM)};
+  }
 };
 
 // A problem with its plan, as the planner remembers it.
@@ -51,10 +57,14 @@ class Planner {
     double us = 0;
     bool measured = false;
   };
-  Choice choose(const mp_problem& problem, const Extent& extent, const PlanRequest& request) const;
+  // `legal` receives the kernels among which it was free to choose.
+  Choice choose(const mp_problem& problem, const Extent& extent, const PlanRequest& request,
+                std::vector<int>* legal) const;
   void consider(int kernel, const Extent& extent, const PlanRequest& request, Choice* best) const;
   void cover(const mp_problem& problem, const mp_region& area, const PlanRequest& request,
              mp_plan* out) const;
+  void add(const mp_problem& problem, const mp_region& area, const Choice& choice, bool joined,
+           mp_plan* out) const;
 
   const Pack& pack_;
   mp_device device_;
@@ -67,6 +77,9 @@ class Planner {
 // Why the kernel cannot run the problem, or null if it can. The one legality rule: planner,
 // launcher and forced choices all ask it.
 const char* refusal(const mp_kernel& kernel, const mp_problem& problem);
+
+// Bytes of A, B, C and Y that a region of the problem touches, each once.
+double unique_bytes(const mp_problem& problem, int64_t m, int64_t n, int64_t batch);
 
 // Checks sizes, strides and codes of a problem that came from outside. Throws Error(MP_INVALID).
 void check_problem(const mp_problem& problem);

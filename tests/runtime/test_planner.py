@@ -116,8 +116,8 @@ def test_plan_covers_the_output_once(catalog: native.Pack, p: native.Problem) ->
         return
     assert_covers_once(p, plan)
     assert_kernels_accept(catalog, p, plan)
-    assert plan.workspace_bytes == max(r.workspace_bytes for r in plan.regions)
-    assert plan.counters == max(r.counters for r in plan.regions)
+    assert plan.workspace_bytes >= max(r.workspace_bytes for r in plan.regions)
+    assert plan.counters >= max(r.counters for r in plan.regions)
     assert bytes(plan) == bytes(catalog.plan(h200(), p))
 
 

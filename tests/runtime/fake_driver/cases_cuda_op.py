@@ -74,7 +74,7 @@ class Node:
             for record in self.pack.kernels:
                 if record.shared_bytes != want_shared or launch.block != 32 * record.warps:
                     continue
-                if (record.family == 1) != (arguments != 39) or record.dtype != 0:
+                if arguments != {0: 40, 1: 27, 2: 39}[record.family] or record.dtype != 0:
                     continue
                 values = launch.decode(record)
                 if record.persistent:  # the grid does not tell whether K is cut

@@ -25,7 +25,7 @@ _SIZES = {
     **dict.fromkeys(range(tp.PTR_A, tp.PTR_COUNTERS + 1), (8,)),
     **dict.fromkeys(range(tp.M, tp.Z0 + 1), (4,)),
     **dict.fromkeys(range(tp.LDA, tp.BIAS_N + 1), (8,)),
-    tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,), tp.BATCH: (4,),
+    tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,), tp.BATCH: (4,), tp.ORDER: (4,),
 }  # fmt: skip
 _FORMATS = {128: "128s", 4: "i", 8: "q"}
 
