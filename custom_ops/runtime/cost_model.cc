@@ -32,7 +32,7 @@ const ArchitectureRates& rates_of(int sm) {
 // without one of the three classes of shapes, they chose there within 4% of the best on average.
 constexpr double kBandwidthShare = 0.95;  // of the memory's data-sheet figure
 constexpr double kMmaShare = 0.90;        // of the data-sheet rate, in the steady state of a K loop
-constexpr double kWarpMmaShare = 0.60;    // mma.sync against wgmma on sm_90
+constexpr double kWarpMmaShare = 0.60;    // mma.sync against wgmma; taken for tcgen05, too
 constexpr double kTransposeBytesPerClock = 24;  // of a TF32 factor that is not contiguous along K
 constexpr double kFmaShare = 0.55;              // IEEE fp32: operands come from shared memory
 constexpr double kSharedBytesPerClock = 128;    // one SM
@@ -73,11 +73,13 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
   // Rows on the side that the instruction lays out over warps: the transposed tile swaps them.
   const int rows = k.swap ? k.bn : k.bm, columns = k.swap ? k.bm : k.bn;
   const bool fma = k.dtype == MP_F32 && k.precision == MP_IEEE;
-  const bool warpgroup = model.sm == 90 && !fma && rows >= 64 && k.warps >= 4;
+  // wgmma (sm_90) and tcgen05 (sm_100) read their operands from shared memory themselves.
+  const bool wide_unit = model.sm == 90 || model.sm == 100;
+  const bool warpgroup = wide_unit && !fma && rows >= 64 && k.warps >= 4;
   double rate = fma                 ? model.fma_f32 * kFmaShare
                 : k.dtype == MP_F32 ? model.mma_tf32 * kMmaShare
                                     : model.mma_f16 * kMmaShare;
-  if (model.sm == 90 && !fma && !warpgroup) rate *= kWarpMmaShare;
+  if (wide_unit && !fma && !warpgroup) rate *= kWarpMmaShare;
   double multiply = double(rows) * columns * k.bk / rate;
   if (warpgroup && k.dtype == MP_F32 && (k.trans_a || !k.trans_b)) {
     // wgmma reads TF32 from shared memory along K only: the factor that is stored the other way
