@@ -39,11 +39,19 @@ bool runs_on(int pack_sm, int device_sm) {
 
 }  // namespace
 
-double unique_bytes(const mp_problem& p, int64_t m, int64_t n, int64_t batch) {
-  const double a = double(stored_entries(batch, p.a_div, p.a_mod)) * m * p.k;
-  const double b = double(stored_entries(batch, p.b_div, p.b_mod)) * p.k * n;
-  const double c = p.bias == MP_BIAS_MATRIX ? double(m) * n : 0;
-  return (a + b + c + double(batch) * m * n) * element_bytes(p.dtype);
+Extent extent_of(const mp_problem& p, const mp_region& r) {
+  const double a = double(stored_entries(r.z, p.a_div, p.a_mod)) * r.m * p.k;
+  const double b = double(stored_entries(r.z, p.b_div, p.b_mod)) * p.k * r.n;
+  const double c = p.bias == MP_BIAS_MATRIX ? double(r.m) * r.n : 0;
+  const int bytes = element_bytes(p.dtype);
+  Extent e{};
+  e.m = r.m, e.n = r.n, e.k = p.k, e.batch = r.z;
+  e.unique_bytes = (a + b + c + double(r.z) * r.m * r.n) * bytes;
+  e.element_bytes = bytes;
+  e.a_crosses_lines = p.lda * bytes % kLineBytes != 0;
+  e.b_crosses_lines = p.ldb * bytes % kLineBytes != 0;
+  e.b_rows_short = !p.trans_b && p.ldb * bytes < kLineBytes;
+  return e;
 }
 
 const char* refusal(const mp_kernel& k, const mp_problem& p) {
@@ -233,8 +241,7 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const Plan
 // Adds the launches for one area of the output.
 void Planner::cover(const mp_problem& p, const mp_region& area, const PlanRequest& request,
                     mp_plan* out) const {
-  const Extent extent{
-      area.m, area.n, p.k, area.z, unique_bytes(p, area.m, area.n, area.z), element_bytes(p.dtype)};
+  const Extent extent = extent_of(p, area);
   std::vector<int> legal;
   const Choice choice = choose(p, extent, request, &legal);
   const bool free = request.only_split == 0 && !(request.flags & MP_PLAN_NO_REGIONS);

@@ -78,8 +78,8 @@ class Planner {
 // launcher and forced choices all ask it.
 const char* refusal(const mp_kernel& kernel, const mp_problem& problem);
 
-// Bytes of A, B, C and Y that a region of the problem touches, each once.
-double unique_bytes(const mp_problem& problem, int64_t m, int64_t n, int64_t batch);
+// What a prediction needs to know of a region of the problem.
+Extent extent_of(const mp_problem& problem, const mp_region& region);
 
 // Checks sizes, strides and codes of a problem that came from outside. Throws Error(MP_INVALID).
 void check_problem(const mp_problem& problem);

@@ -32,6 +32,7 @@ struct Candidate {
   const KernelCost* cost;
   int slots;
   int steps;       // K steps of a tile
+  double share;    // of a step's cost: rows that cross lines
   double wave_us;  // of a full wave
   double rate;     // us per element of Y in full waves
 
@@ -93,8 +94,8 @@ class Search {
          const mp_problem& problem, const mp_region& area, const std::vector<int>& legal,
          const Means& means, double limit_us)
       : pack_(pack), model_(model), p_(problem), area_(area), means_(means), limit_us_(limit_us) {
-    bytes_ = element_bytes(p_.dtype);
-    unique_ = unique_bytes(p_, area_.m, area_.n, area_.z);
+    const Extent extent = extent_of(p_, area_);
+    unique_ = extent.unique_bytes;
     bool maps = false;
     for (int i : legal) maps |= pack.kernel(i).family != MP_GEMM_POINTER;
     for (int i : legal) {
@@ -105,8 +106,11 @@ class Search {
       const KernelCost& cost = costs[i];
       const int steps = static_cast<int>(ceil_div(p_.k, k.bk));
       const int slots = model.sm_count * cost.blocks_per_sm;
-      const double wave = (k.persistent ? 0 : cost.fixed_us) + steps * cost.step_us;
-      candidates_.push_back({i, &k, &cost, slots, steps, wave, wave / slots / (k.bm * k.bn)});
+      const double share = crossing_share(k, extent);
+      const double end = k.persistent ? tile_end_us(cost, steps) : cost.fixed_us;
+      const double wave = end + steps * cost.step_us * share;
+      candidates_.push_back(
+          {i, &k, &cost, slots, steps, share, wave, wave / slots / (k.bm * k.bn)});
     }
   }
 
@@ -134,7 +138,8 @@ class Search {
   // us of `loops_us` of the SMs' time, the first kernel's start and all traffic.
   double total_us(const Candidate& first, double loops_us, double bytes) const {
     const double fixed = first.cost->fixed_us;
-    return model_.launch_us + fixed + std::hypot(loops_us - fixed, bytes / model_.bytes_per_us);
+    return launch_us(*first.cost, model_) + fixed +
+           std::hypot(loops_us - fixed, bytes / model_.bytes_per_us);
   }
 
   // Cuts at whole waves of the first kernel, and at the end of its last whole tile.
@@ -258,8 +263,7 @@ class Search {
     if (unique_ <= model_.l2_bytes) return unique_;
     double sum = 0;
     for (const mp_region& r : cut.part) {
-      const Extent e{r.m, r.n, p_.k, r.z, unique_bytes(p_, r.m, r.n, r.z), bytes_};
-      sum += traffic_bytes(*cut.first->kernel, *cut.first->cost, model_, e, 1);
+      sum += traffic_bytes(*cut.first->kernel, *cut.first->cost, model_, extent_of(p_, r), 1);
     }
     return sum;
   }
@@ -270,7 +274,6 @@ class Search {
   const mp_region& area_;
   const Means means_;
   double limit_us_;
-  int bytes_ = 0;
   double unique_ = 0, best_rate_ = 0;
   std::vector<Candidate> candidates_;
   std::vector<Cut> cuts_;
