@@ -302,7 +302,8 @@ bool can_join(const Pack& pack, const mp_kernel& k) {
 
 mp_order order_of(const Pack& pack, const mp_plan& plan, int i) {
   const auto can = [&](int region) {
-    return can_join(pack, pack.kernel(plan.regions[region].kernel));
+    const int kernel = plan.regions[region].kernel;
+    return kernel >= 0 && can_join(pack, pack.kernel(kernel));
   };
   const auto joins = [&](int region) {
     return region > 0 && region < plan.region_count && plan.regions[region].joins_previous &&
