@@ -44,6 +44,20 @@ def write_fake_pack(path: Path, sm: int = 90) -> Path:
     return tp.write_pack(path, kernels, sm=sm)
 
 
+def write_pack_that_cuts(path: Path) -> Path:
+    """One large tile, quick where it fills whole waves, and a small one with split-K for the rest:
+    133 large tiles on the 132 SMs make two regions side by side."""
+    like = tp.TinyKernel(family=0, dtype=0, bm=128, bn=128, bk=64)
+    small = tp.TinyKernel(family=0, dtype=0, bm=64, bn=64, bk=64, stages=4, split_k=1)
+    kernels = [replace(k, cubin=fake_cubin(k)) for k in (like, small)]
+    table = native.Table(gpu=b"NVIDIA H200", sm_count=132, bandwidth_gbps=4e6, launch_us=1)
+    costs = [
+        native.Cost(fixed_us=5, step_us=2, single_step_us=2, blocks_per_sm=1),
+        native.Cost(fixed_us=1, step_us=1.5, single_step_us=1.5, blocks_per_sm=1),
+    ]
+    return tp.write_pack(path, kernels, tables=[(table, costs)])
+
+
 @dataclass
 class TensorMap:
     dtype: int
