@@ -103,9 +103,9 @@ def test_no_choice_is_absurd(
     assert plan.predicted_us <= 8 * floor_us(device, p) + 12
     for r in plan.regions:
         kernel = pack.kernels[r.kernel]
-        # No tile is mostly outside of the matrix where one that fits is in the pack.
+        # Tiles are not mostly outside of the matrix, but for sides shorter than most tiles.
         rows, columns = ceil_div(r.m, kernel.bm) * kernel.bm, ceil_div(r.n, kernel.bn) * kernel.bn
-        assert rows * columns <= max(2.1 * r.m * r.n, 128 * 256, 2 * 64 * (r.m + r.n))
+        assert rows * columns <= 2.1 * max(r.m, 128) * max(r.n, 128)
         # K is cut only where the device is not full without.
         tiles = ceil_div(r.m, kernel.bm) * ceil_div(r.n, kernel.bn)
         slots = device.sm_count * native.blocks_per_sm(kernel, device)
