@@ -229,7 +229,8 @@ class Bench:
             self.write(shape, kernel=self.setting.pack.kernels[kernel].name, split=split,
                        predicted_us=plan.predicted_us, us=us)  # fmt: skip
         self.write(shape, kernel="cublas", split=1, us=cublas)
-        chosen = self.setting.plan(operands[0].problem, flags=native.PlanFlag.NO_VENDOR).regions[0]
+        one = native.PlanFlag.NO_REGIONS | native.PlanFlag.NO_VENDOR  # as what is measured here
+        chosen = self.setting.plan(operands[0].problem, flags=one).regions[0]
         measured = {(kernel, split): us for kernel, split, _, us in rows}
         best, mine = min(measured.values()), measured.get((chosen.kernel, chosen.split))
         share = f"{best / mine:.3f} of the best" if mine else "not among those measured"
@@ -251,7 +252,8 @@ class Bench:
 
     def _legal(self, problem: native.Problem) -> list[tuple[int, int, native.Plan]]:
         found = []
-        chosen = self.setting.plan(problem, flags=native.PlanFlag.NO_VENDOR).regions[0]
+        one = native.PlanFlag.NO_REGIONS | native.PlanFlag.NO_VENDOR
+        chosen = self.setting.plan(problem, flags=one).regions[0]
         for index, kernel in enumerate(self.setting.pack.kernels):
             if self.setting.only not in kernel.name and index != chosen.kernel:
                 continue

@@ -256,7 +256,8 @@ def quality(planner: Planner, pack: native.Pack, rows: list[Row]) -> Quality:
         timings[row.shape].append((us, row))
     ratios, untimed = [], 0
     for timed in timings.values():
-        region = pack.plan(planner.device, timed[0][1].problem()).regions[0]
+        one = native.PlanFlag.NO_REGIONS  # as all that was timed
+        region = pack.plan(planner.device, timed[0][1].problem(), flags=one).regions[0]
         mine = [row for _, row in timed if (row.kernel, row.split) == (region.kernel, region.split)]
         if not mine:
             untimed += 1

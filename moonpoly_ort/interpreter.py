@@ -157,6 +157,7 @@ def _run_region(
         Param.A_BATCH: p.a_batch_stride, Param.B_BATCH: p.b_batch_stride,
         Param.C_BATCH: p.c_batch_stride,
         Param.BIAS_M: p.bias_stride_m, Param.BIAS_N: p.bias_stride_n,
+        Param.ORDER: 0,  # one launch after the other here
         Param.ALPHA: p.alpha, Param.BETA: p.beta if bias_count else 0.0,
     }  # fmt: skip
     if spec.family is Family.GEMM_TMA:

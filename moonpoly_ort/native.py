@@ -249,7 +249,8 @@ class Pack(_Owner):
         self, device: Device, problem: Problem, *, kernel: int = -1, split: int = 0, flags: int = 0
     ) -> Plan:
         """The plan for a problem on a device; `kernel` >= 0 and `split` >= 1 force a choice, and
-        `kernel` `VENDOR` cuBLASLt. `flags`: `PlanFlag`s, what to do without.
+        `kernel` `VENDOR` cuBLASLt; a forced choice is one region. `flags`: `PlanFlag`s, what to do
+        without.
 
         Raises:
             ProblemError: an illegal problem, or a split that the forced kernel cannot make.

@@ -44,7 +44,10 @@ class Family(IntEnum):
 class PlanFlag(IntFlag):
     """`mp_plan_flags`: what a plan must do without."""
 
+    NO_SPLIT = 1
+    NO_REGIONS = 2
     NO_VENDOR = 4
+    NO_STREAM = 8
 
 
 class _Struct(ctypes.Structure):
@@ -110,6 +113,10 @@ class Region(_Struct):
         *((name, c_int64) for name in ("m0", "m", "n0", "n", "z0", "z")),
         *((name, c_int64) for name in ("grid", "workspace_bytes", "counters")),
         ("predicted_us", c_double),
+        ("workspace_offset", c_int64),
+        ("counters_offset", c_int64),
+        ("joins_previous", c_int32),
+        ("reserved", c_int32),
     ]
 
 

@@ -9,19 +9,27 @@ never reads the next batch entry. Small M is served by SWAP, which puts the colu
 import triton
 import triton.language as tl
 
-from .tiles import await_previous_kernel, epilogue, locate, multiply, slice_of, sum_slices
+from .tiles import (
+    await_joined_kernel,
+    await_previous_kernel,
+    epilogue,
+    locate,
+    multiply,
+    slice_of,
+    sum_slices,
+)
 
 
 @triton.jit
 def gemm_tma(
     a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod,
-    z0, bias_stride_m, bias_stride_n, alpha, beta,
+    z0, order, bias_stride_m, bias_stride_n, alpha, beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    await_previous_kernel(DEPENDENT_LAUNCH)
+    await_previous_kernel(order, DEPENDENT_LAUNCH)
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
     a_z = z // a_div % a_mod
@@ -52,3 +60,4 @@ def gemm_tma(
             bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX,
         )  # fmt: skip
         y_desc.store([z, m, n], tile.to(y_desc.dtype).reshape(1, BM, BN))
+    await_joined_kernel(order, DEPENDENT_LAUNCH)

@@ -45,6 +45,7 @@ class Param(IntEnum):
     ALPHA, BETA = 27, 28
     NULL = 29
     BATCH = 30
+    ORDER = 31
 
 
 FAMILY_CODE = {Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1, Family.GEMM_WS: 2}

@@ -15,15 +15,39 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+# How a kernel's start and end relate to its neighbours on the stream: `mp_order` in moonpoly.h.
+IN_ORDER = tl.constexpr(0)
+LETS_NEXT_JOIN = tl.constexpr(1)
+JOINS_PREVIOUS = tl.constexpr(2)
+
+
 @triton.jit
-def await_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr):
+def await_previous_kernel(order, DEPENDENT_LAUNCH: tl.constexpr):
     """Programmatic dependent launch (sm_90 and up): the next kernel of the stream may be placed on
     the SMs as soon as all blocks of this one run, and each waits here, before it touches memory,
     until the kernel in front of it is complete. That hides about 1 us of launch latency a kernel.
+
+    Two kernels that write disjoint parts of one result run side by side where the second one
+    (JOINS_PREVIOUS) does not wait here. It then relies on the first one for what came before: that
+    one (LETS_NEXT_JOIN) lets it start only after its own wait, when all of that is complete.
     """
     if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()
-        gdc_wait()
+        if order != LETS_NEXT_JOIN:
+            gdc_launch_dependents()
+        if order != JOINS_PREVIOUS:
+            gdc_wait()
+        if order == LETS_NEXT_JOIN:
+            gdc_launch_dependents()
+
+
+@triton.jit
+def await_joined_kernel(order, DEPENDENT_LAUNCH: tl.constexpr):
+    """The last thing a block does: a kernel that joined the one in front of it is not complete
+    before that one is, so that whoever waits for this kernel waits for both.
+    """
+    if DEPENDENT_LAUNCH:  # noqa: SIM102 - decided by the compiler, not at run time
+        if order == JOINS_PREVIOUS:
+            gdc_wait()
 
 
 @triton.jit
@@ -131,7 +155,8 @@ def epilogue(
     not touched: it may be null.
 
     A vector C varies along one dimension only, so one of the two loads below is masked off
-    entirely.
+    entirely. C is read past L1: a kernel that joined the one in front of it has not waited for the
+    writer of C by itself.
     """
     tile = (tl.trans(acc) if SWAP else acc) * alpha
     if BIAS_MATRIX:
@@ -140,11 +165,14 @@ def epilogue(
             + offs_n.to(tl.int64)[None, :] * bias_stride_n
         )
         inside = (offs_m < M)[:, None] & (offs_n < N)[None, :] & (beta != 0)
-        tile += beta * tl.load(bias + offsets, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(bias + offsets, mask=inside, other=0.0, cache_modifier=".cg")
+        tile += beta * values.to(tl.float32)
     else:
         along_m = (beta != 0) & (bias_stride_m != 0)
         along_n = (beta != 0) & (bias_stride_m == 0)
-        column = tl.load(bias + offs_m * bias_stride_m, mask=(offs_m < M) & along_m, other=0.0)
-        row = tl.load(bias + offs_n * bias_stride_n, mask=(offs_n < N) & along_n, other=0.0)
+        in_m = (offs_m < M) & along_m
+        in_n = (offs_n < N) & along_n
+        column = tl.load(bias + offs_m * bias_stride_m, mask=in_m, other=0.0, cache_modifier=".cg")
+        row = tl.load(bias + offs_n * bias_stride_n, mask=in_n, other=0.0, cache_modifier=".cg")
         tile += beta * (column.to(tl.float32)[:, None] + row.to(tl.float32)[None, :])
     return tile

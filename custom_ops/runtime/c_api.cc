@@ -88,6 +88,7 @@ void check_plan(const moonpoly::Pack& pack, const mp_problem& problem, const mp_
       moonpoly::fail(MP_INVALID, "region ", i, " lies outside the problem");
     }
   }
+  moonpoly::check_regions(plan);
 }
 
 }  // namespace
@@ -169,9 +170,11 @@ MP_EXPORT mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device
     moonpoly::PlanRequest request;
     request.only_kernel = only_kernel;
     request.only_split = only_split;
-    if (flags & ~MP_PLAN_NO_VENDOR) {
-      moonpoly::fail(MP_INVALID, "plan flags ", flags, " are unknown; there is ", MP_PLAN_NO_VENDOR,
-                     " (without cuBLASLt)");
+    constexpr int32_t known =
+        MP_PLAN_NO_SPLIT | MP_PLAN_NO_REGIONS | MP_PLAN_NO_VENDOR | MP_PLAN_NO_STREAM;
+    if (flags & ~known) {
+      moonpoly::fail(MP_INVALID, "plan flags ", flags, " are unknown; mp_plan_flags add up to ",
+                     known);
     }
     request.flags = flags;
     pack->pack->planner(*device)->plan(*problem, request, out);

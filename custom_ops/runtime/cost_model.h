@@ -32,6 +32,9 @@ struct KernelCost {
   int blocks_per_sm;
   double fixed_us, step_us, single_step_us;
   double arrive_us, slice_us;  // split-K: the last block of a tile arrives, adds up each slice
+  bool early;                  // launched early: its blocks crowd where the kernel in front is not
+  double tile_end_us;          // persistent: the end of a tile, of which a K step of the next hides
+  double hidden_us;            // so much
 };
 
 // Costs of all kernels of a pack. `measured` has one entry for each, or is null. What it leaves out
@@ -45,7 +48,34 @@ struct Extent {
   int64_t m, n, k, batch;
   double unique_bytes;  // of A, B, C and Y: each is moved at least once
   int element_bytes;
+  // Of the matrices as they are stored: rows that do not start at multiples of 128 bytes, the lines
+  // of the caches, and rows of B that are shorter.
+  bool a_crosses_lines, b_crosses_lines, b_rows_short;
 };
+
+constexpr int kLineBytes = 128;  // of the caches
+
+// Of a K step, where persistent blocks with ragged shares of the work (stream-K) are at different
+// K.
+constexpr double kRaggedStepShare = 1.21;
+
+// One K step in a wave of `blocks` that need not fill the device. Between the two costs that are
+// known, what counts is how many blocks share an SM, or where only one fits, how many SMs work.
+double step_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks);
+
+// Bytes moved through the memory: every operand once, and what a wave streams beyond the L2 again
+// with each further wave.
+double traffic_bytes(const mp_kernel& kernel, const KernelCost& cost, const DeviceModel& model,
+                     const Extent& extent, int split);
+
+// Of a launch, what is not hidden.
+double launch_us(const KernelCost& cost, const DeviceModel& model);
+
+// Of a persistent kernel's tile of `steps` K steps, what its end takes that no load hides.
+double tile_end_us(const KernelCost& cost, double steps);
+
+// How many times longer a K step is where tensor maps load rows that cross lines.
+double crossing_share(const mp_kernel& kernel, const Extent& extent);
 
 // Blocks that `tiles` output tiles are launched with.
 int64_t grid_blocks(const mp_kernel& kernel, const KernelCost& cost, const DeviceModel& model,

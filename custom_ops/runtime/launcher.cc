@@ -10,6 +10,7 @@
 #include "error.h"
 #include "pack.h"
 #include "planner.h"
+#include "regions.h"
 #include "stats.h"
 #include "vendor.h"
 
@@ -136,22 +137,29 @@ CUresult enqueue(CUfunction function, const mp_kernel& k, unsigned grid, CUstrea
   return api.LaunchKernelEx(&config, function, arguments, nullptr);
 }
 
+// A null base (nothing is needed there) stays null.
+template <typename T>
+const T* moved(const void* base, int64_t offset) {
+  return base ? static_cast<const T*>(base) + offset : nullptr;
+}
+
 }  // namespace
 
 TensorMapCache::~TensorMapCache() {
   for (auto& slot : slots_) delete slot.load();
 }
 
-const CUtensorMap* TensorMapCache::find(int operand, const void* address) const {
-  const Encoded* e = slots_[operand].load(std::memory_order_acquire);
+const CUtensorMap* TensorMapCache::find(int region, int operand, const void* address) const {
+  const Encoded* e = slots_[3 * region + operand].load(std::memory_order_acquire);
   return e && e->address == address ? &e->map : nullptr;
 }
 
-void TensorMapCache::offer(int operand, const void* address, const CUtensorMap& map) {
-  if (slots_[operand].load(std::memory_order_relaxed)) return;
+void TensorMapCache::offer(int region, int operand, const void* address, const CUtensorMap& map) {
+  auto& slot = slots_[3 * region + operand];
+  if (slot.load(std::memory_order_relaxed)) return;
   auto fresh = std::make_unique<const Encoded>(Encoded{address, map});
   const Encoded* expected = nullptr;
-  if (slots_[operand].compare_exchange_strong(expected, fresh.get(), std::memory_order_release)) {
+  if (slot.compare_exchange_strong(expected, fresh.get(), std::memory_order_release)) {
     fresh.release();
   }
 }
@@ -306,6 +314,7 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
     const mp_kernel& k = pack_->kernel(r.kernel);
     if (!functions_[r.kernel])
       fail(MP_NO_KERNEL, "kernel ", k.name, " does not fit GPU ", ordinal_);
+    const mp_order order = order_of(*pack_, plan, i);
     const Views views(p, r, operands);
     Arguments args;
     const int32_t* params = pack_->params(k);
@@ -316,12 +325,13 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
         case MP_P_DESC_Y: {
           const int which = params[j] - MP_P_DESC_A;
           const Matrix& x = views.operand[which];
-          // Only the first region of a plan is cached: others differ in their extents.
-          const CUtensorMap* map = maps && i == 0 ? maps->find(which, x.base) : nullptr;
+          // Each region has maps of its own, as their extents and boxes differ.
+          const bool cached = maps && i < TensorMapCache::kRegions;
+          const CUtensorMap* map = cached ? maps->find(i, which, x.base) : nullptr;
           if (!map) {
             encode(k, which, x, args.own_map(which));
             map = args.own_map(which);
-            if (maps && i == 0) maps->offer(which, x.base, *map);
+            if (cached) maps->offer(i, which, x.base, *map);
           }
           args.map(map);
           for (int axis = 0; axis < 3; ++axis) args.i32(x.sizes(axis));
@@ -341,10 +351,10 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
           args.pointer(views.bias);
           break;
         case MP_P_PTR_WORKSPACE:
-          args.pointer(workspace);
+          args.pointer(moved<char>(workspace, r.workspace_offset));
           break;
         case MP_P_PTR_COUNTERS:
-          args.pointer(counters);
+          args.pointer(moved<int32_t>(counters, r.counters_offset));
           break;
         case MP_P_M:
           args.i32(r.m);
@@ -405,6 +415,9 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
           break;
         case MP_P_BATCH:
           args.i32(r.z);
+          break;
+        case MP_P_ORDER:
+          args.i32(order);
           break;
         case MP_P_NULL:
           args.pointer(nullptr);

@@ -33,11 +33,12 @@ class TensorMapCache {
     CUtensorMap map;
   };
   ~TensorMapCache();
-  const CUtensorMap* find(int operand, const void* address) const;
-  void offer(int operand, const void* address, const CUtensorMap& map);
+  static constexpr int kRegions = 2;  // of a plan, the first ones; few plans have more
+  const CUtensorMap* find(int region, int operand, const void* address) const;
+  void offer(int region, int operand, const void* address, const CUtensorMap& map);
 
  private:
-  std::array<std::atomic<const Encoded*>, 3> slots_{};
+  std::array<std::atomic<const Encoded*>, 3 * kRegions> slots_{};
 };
 
 class Launcher {

@@ -88,12 +88,19 @@ typedef struct mp_region {
   int64_t workspace_bytes;  // fp32 partials of this region; 0 when split == 1
   int64_t counters;         // int32 arrival counters of this region; 0 when split == 1
   double predicted_us;
+  // Where this region's partials and counters lie in the plan's: bytes (a multiple of 256) and int32.
+  int64_t workspace_offset, counters_offset;
+  // 1: launched beside the region before it, which needs programmatic dependent launch (elsewhere
+  // they run one after another): they write disjoint parts of Y and share no workspace or counters.
+  int32_t joins_previous;
+  int32_t reserved;
 } mp_region;
 
 typedef struct mp_plan {
   int32_t region_count;
   int32_t measured;  // 1: costs came from a measured table, 0: analytic model
-  int64_t workspace_bytes;  // the largest over the regions (they run one after another)
+  // What the regions need in all: those that run side by side add up, others use the same memory.
+  int64_t workspace_bytes;
   int64_t counters;
   double predicted_us;
   mp_region regions[MP_MAX_REGIONS];
@@ -126,8 +133,21 @@ typedef enum mp_param {
   MP_P_BIAS_M, MP_P_BIAS_N,                    // i64
   MP_P_ALPHA, MP_P_BETA,                       // f32
   MP_P_NULL,                                   // a null pointer (Triton's scratch parameters)
-  MP_P_BATCH                                   // i32; batch entries of the region
+  MP_P_BATCH,                                  // i32; batch entries of the region
+  MP_P_ORDER                                   // i32; mp_order
 } mp_param;
+
+// What a kernel with dependent_launch does at run time. Only one that has a parameter ORDER can run
+// beside the kernel in front of it, or let the one behind it do so.
+typedef enum mp_order {
+  // Lets the next kernel be placed, then waits for the one in front of it.
+  MP_ORDER_IN_TURN = 0,
+  // Waits first: the next kernel, which then need not wait itself, starts when all that came before
+  // this one is complete.
+  MP_ORDER_LETS_NEXT_JOIN = 1,
+  // Waits at its end instead: it is complete only when the kernel in front of it is, too.
+  MP_ORDER_JOINS_PREVIOUS = 2
+} mp_order;
 
 typedef struct mp_desc_shape {  // how the TMA box of one operand was compiled
   int32_t box[3];               // elements: batch (1), rows, columns
@@ -246,7 +266,10 @@ int32_t mp_blocks_per_sm(const mp_kernel* kernel, const mp_device* device);
 
 // What a plan must do without (tuner, ablations); a sum of these.
 typedef enum mp_plan_flags {
-  MP_PLAN_NO_VENDOR = 4  // cuBLASLt
+  MP_PLAN_NO_SPLIT = 1,    // K in slices
+  MP_PLAN_NO_REGIONS = 2,  // two kernels for one product
+  MP_PLAN_NO_VENDOR = 4,   // cuBLASLt
+  MP_PLAN_NO_STREAM = 8    // K dealt to persistent blocks
 } mp_plan_flags;
 
 // Plans a problem; pure arithmetic, needs no GPU. `only_kernel` >= 0 and `only_split` >= 1 force a choice

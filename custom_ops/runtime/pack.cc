@@ -172,7 +172,7 @@ void Pack::verify_kernel(int index) const {
   int arguments = 0;
   for (int i = 0; i < k.param_count; ++i) {
     const int32_t p = params(k)[i];
-    if (p < MP_P_DESC_A || p > MP_P_BATCH) refuse(k.name, " has the unknown parameter code ", p);
+    if (p < MP_P_DESC_A || p > MP_P_ORDER) refuse(k.name, " has the unknown parameter code ", p);
     arguments += p <= MP_P_DESC_Y ? 7 : 1;
     if (p > MP_P_DESC_Y || k.cubin_bytes == 0) continue;  // a catalog has no boxes
     const mp_desc_shape& d = k.desc[p - MP_P_DESC_A];

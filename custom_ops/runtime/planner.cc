@@ -30,17 +30,6 @@ int64_t stored_entries(int64_t batch, int32_t div, int32_t mod) {
   return std::min<int64_t>(mod, ceil_div(batch, div));
 }
 
-}  // namespace
-
-double unique_bytes(const mp_problem& p, int64_t m, int64_t n, int64_t batch) {
-  const double a = double(stored_entries(batch, p.a_div, p.a_mod)) * m * p.k;
-  const double b = double(stored_entries(batch, p.b_div, p.b_mod)) * p.k * n;
-  const double c = p.bias == MP_BIAS_MATRIX ? double(m) * n : 0;
-  return (a + b + c + double(batch) * m * n) * element_bytes(p.dtype);
-}
-
-namespace {
-
 bool runs_on(int pack_sm, int device_sm) {
   // From sm_90 on Triton compiles for the architecture itself (sm_90a); before, code runs on every
   // later minor version.
@@ -49,6 +38,21 @@ bool runs_on(int pack_sm, int device_sm) {
 }
 
 }  // namespace
+
+Extent extent_of(const mp_problem& p, const mp_region& r) {
+  const double a = double(stored_entries(r.z, p.a_div, p.a_mod)) * r.m * p.k;
+  const double b = double(stored_entries(r.z, p.b_div, p.b_mod)) * p.k * r.n;
+  const double c = p.bias == MP_BIAS_MATRIX ? double(r.m) * r.n : 0;
+  const int bytes = element_bytes(p.dtype);
+  Extent e{};
+  e.m = r.m, e.n = r.n, e.k = p.k, e.batch = r.z;
+  e.unique_bytes = (a + b + c + double(r.z) * r.m * r.n) * bytes;
+  e.element_bytes = bytes;
+  e.a_crosses_lines = p.lda * bytes % kLineBytes != 0;
+  e.b_crosses_lines = p.ldb * bytes % kLineBytes != 0;
+  e.b_rows_short = !p.trans_b && p.ldb * bytes < kLineBytes;
+  return e;
+}
 
 const char* refusal(const mp_kernel& k, const mp_problem& p) {
   if (k.dtype != p.dtype) return "it has another dtype";
@@ -150,7 +154,9 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
     if (request.only_split <= 1) offer(1);
     return;
   }
-  if (!request.workspace || request.only_split == 1 || steps < 2) return;
+  const Means means = request.means();
+  if (!(k.persistent ? means.stream : means.split)) return;
+  if (request.only_split == 1 || steps < 2) return;
   const int64_t slots = int64_t{model_.sm_count} * cost.blocks_per_sm;
   if (k.persistent) {
     // Up to two tiles a block are streamed; the kernel counts their K steps in 32 bits.
@@ -193,8 +199,8 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
   }
 }
 
-Planner::Choice Planner::choose(const mp_problem& p, const Extent& e,
-                                const PlanRequest& request) const {
+Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const PlanRequest& request,
+                                std::vector<int>* legal) const {
   Choice best;
   if (request.only_kernel >= 0) {
     if (request.only_kernel >= pack_.kernel_count()) {
@@ -219,8 +225,11 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e,
     return best;
   }
   const int precision = p.dtype == MP_F32 ? p.precision : MP_TF32;
-  for (int index : pack_.kernels_of(p.dtype, precision, p.trans_a, p.trans_b)) {
+  const std::vector<int>& kernels = pack_.kernels_of(p.dtype, precision, p.trans_a, p.trans_b);
+  legal->reserve(kernels.size());
+  for (int index : kernels) {
     if (!costs_[index].legal || refusal(pack_.kernel(index), p)) continue;
+    legal->push_back(index);
     consider(index, e, request, &best);
   }
   if (best.kernel < 0) {
@@ -234,13 +243,29 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e,
   return best;
 }
 
-// Adds the launches for one area of the output, cut along the batch where a grid would be too
-// large.
+// Adds the launches for one area of the output.
 void Planner::cover(const mp_problem& p, const mp_region& area, const PlanRequest& request,
                     mp_plan* out) const {
-  const Extent extent{
-      area.m, area.n, p.k, area.z, unique_bytes(p, area.m, area.n, area.z), element_bytes(p.dtype)};
-  const Choice choice = choose(p, extent, request);
+  const Extent extent = extent_of(p, area);
+  std::vector<int> legal;
+  const Choice choice = choose(p, extent, request, &legal);
+  const bool free = request.only_split == 0 && !(request.flags & MP_PLAN_NO_REGIONS);
+  TwoParts two;
+  if (free && !legal.empty() && out->region_count + 2 <= MP_MAX_REGIONS &&
+      cut_in_two(pack_, costs_, model_, p, area, legal, request.means(), choice.us, &two)) {
+    for (int i : {0, 1}) {
+      const Part& part = two.part[i];
+      const bool measured = costs_[part.kernel].measured;
+      add(p, part.area, {part.kernel, part.split, part.us, measured}, i == 1 && two.joined, out);
+    }
+    return;
+  }
+  add(p, area, choice, false, out);
+}
+
+// Adds one kernel's launches, cut along the batch where a grid would be too large.
+void Planner::add(const mp_problem& p, const mp_region& area, const Choice& choice, bool joined,
+                  mp_plan* out) const {
   const mp_kernel& k = pack_.kernel(choice.kernel);
   const int64_t tiles = ceil_div(area.m, k.bm) * ceil_div(area.n, k.bn);
   const int64_t entries = std::min(area.z, kMaxBlocks / (tiles * choice.split));
@@ -260,11 +285,9 @@ void Planner::cover(const mp_problem& p, const mp_region& area, const PlanReques
       r.counters = k.persistent ? r.grid * (k.warps / 4 - 1) : r.z * tiles;
     }
     r.predicted_us = choice.us * (double(r.z) / area.z);
-    out->workspace_bytes = std::max(out->workspace_bytes, r.workspace_bytes);
-    out->counters = std::max(out->counters, r.counters);
-    out->predicted_us += r.predicted_us;
+    r.joins_previous = joined;
     out->measured = (out->region_count == 0 || out->measured) && choice.measured;
-    out->regions[out->region_count++] = r;
+    append_region(r, out);
   }
 }
 

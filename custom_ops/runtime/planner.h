@@ -10,6 +10,7 @@
 #include "cost_model.h"
 #include "moonpoly.h"
 #include "problem_cache.h"
+#include "regions.h"
 #include "vendor_model.h"
 
 namespace moonpoly {
@@ -21,6 +22,10 @@ struct PlanRequest {
   int only_split = 0;     // >= 1: this split or an error
   bool workspace = true;  // false: no split-K, for callers that have no stream-ordered memory
   int flags = 0;          // mp_plan_flags
+
+  Means means() const {
+    return {workspace && !(flags & MP_PLAN_NO_SPLIT), workspace && !(flags & MP_PLAN_NO_STREAM)};
+  }
 };
 
 // What a caller's plans may use besides kernels of the pack; bits of ProblemCache's `uses`.
@@ -58,12 +63,16 @@ class Planner {
     double us = 0;
     bool measured = false;
   };
-  Choice choose(const mp_problem& problem, const Extent& extent, const PlanRequest& request) const;
+  // `legal` receives the kernels among which it was free to choose.
+  Choice choose(const mp_problem& problem, const Extent& extent, const PlanRequest& request,
+                std::vector<int>* legal) const;
   void consider(int kernel, const Extent& extent, const PlanRequest& request, Choice* best) const;
   void cover(const mp_problem& problem, const mp_region& area, const PlanRequest& request,
              mp_plan* out) const;
   // Puts cuBLASLt in the place of the plan where that is promised to be faster, or forced.
   void plan_vendor(const mp_problem& problem, const PlanRequest& request, mp_plan* out) const;
+  void add(const mp_problem& problem, const mp_region& area, const Choice& choice, bool joined,
+           mp_plan* out) const;
 
   const Pack& pack_;
   mp_device device_;
@@ -79,8 +88,8 @@ class Planner {
 // launcher and forced choices all ask it.
 const char* refusal(const mp_kernel& kernel, const mp_problem& problem);
 
-// Bytes of all operands of m rows, n columns and `batch` entries of the problem, each once.
-double unique_bytes(const mp_problem& problem, int64_t m, int64_t n, int64_t batch);
+// What a prediction needs to know of a region of the problem.
+Extent extent_of(const mp_problem& problem, const mp_region& region);
 
 // Checks sizes, strides and codes of a problem that came from outside. Throws Error(MP_INVALID).
 void check_problem(const mp_problem& problem);

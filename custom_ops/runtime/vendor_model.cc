@@ -158,8 +158,11 @@ void Planner::plan_vendor(const mp_problem& p, const PlanRequest& request, mp_pl
   }
   const mp_vendor_cost* cost = vendor_.cost_of(p);
   if (why || (!forced && !cost)) return;
-  const Extent extent{
-      p.m, p.n, p.k, p.batch, unique_bytes(p, p.m, p.n, p.batch), element_bytes(p.dtype)};
+  mp_region whole{};
+  whole.m = p.m;
+  whole.n = p.n;
+  whole.z = p.batch;
+  const Extent extent = extent_of(p, whole);
   double us = 0;  // not known
   if (cost) {
     const auto likely = vendor_.compare(*cost, p, extent, request.workspace, out->predicted_us);

@@ -7,7 +7,7 @@ result. The output is poisoned: each of its elements must be written, and nothin
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -316,6 +316,38 @@ def test_regions_are_problems_of_their_own(case: Case) -> None:
                 plan._regions[plan.region_count] = region
                 plan.region_count += 1
     assert plan.region_count == 8
+    _check(setup, plan, pack)
+
+
+F16, F32, TF32 = native.Dtype.F16, native.Dtype.F32, native.Precision.TF32
+
+
+@pytest.mark.parametrize(
+    ("gpu", "axis", "case"),
+    [
+        ("H200", "m0", Case(184, 264, 64, F16, batch=3, a_map=(1, 3), b_map=(1, 3), bias="row")),
+        ("H200", "n0", Case(240, 264, 64, F16, batch=3, a_map=(1, 3), b_map=(1, 3), bias="column")),
+        ("H200", "z0", Case(72, 128, 256, F16, batch=5, a_map=(1, 5), b_map=(1, 5), alpha=0.5)),
+        ("H200", "m0", Case(296, 328, 64, F32, TF32, pads=(4, 8, 12))),
+        ("H200", "n0", Case(184, 262, 1024, F32, TF32, bias="scalar", beta=2.0)),
+        ("A100-80GB", "n0", Case(184, 262, 512, F32, TF32, bias="column")),
+        ("A100-80GB", "z0", Case(72, 126, 256, F32, TF32, batch=3, a_map=(1, 3), b_map=(1, 3))),
+    ],
+)
+def test_two_regions_of_a_plan_make_the_whole(gpu: str, axis: str, case: Case) -> None:
+    """On a GPU of two SMs, where products that are quick to interpret take several waves; the first
+    size that the planner cuts along the axis."""
+    device = devices.lookup(gpu)
+    device.sm_count = 2
+    pack = _catalog(device.sm)
+    for more in range(0, 400, 8):
+        setup = _set_up(replace(case, m=case.m + more * (axis != "n0"), n=case.n + more))
+        plan = pack.plan(device, setup.problem)
+        if plan.region_count == 2 and getattr(plan.regions[1], axis) > 0:
+            break
+    first, second = plan.regions
+    assert [name for name in ("m0", "n0", "z0") if getattr(second, name)] == [axis]
+    assert first.kernel != second.kernel
     _check(setup, plan, pack)
 
 

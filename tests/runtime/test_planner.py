@@ -116,8 +116,8 @@ def test_plan_covers_the_output_once(catalog: native.Pack, p: native.Problem) ->
         return
     assert_covers_once(p, plan)
     assert_kernels_accept(catalog, p, plan)
-    assert plan.workspace_bytes == max(r.workspace_bytes for r in plan.regions)
-    assert plan.counters == max(r.counters for r in plan.regions)
+    assert plan.workspace_bytes >= max(r.workspace_bytes for r in plan.regions)
+    assert plan.counters >= max(r.counters for r in plan.regions)
     assert bytes(plan) == bytes(catalog.plan(h200(), p))
 
 
@@ -255,8 +255,9 @@ def test_measured_costs_are_used_for_the_exact_device(tmp_path: Path) -> None:
         plan = pack.plan(h200(), p)
         assert plan.measured
         assert plan.regions[0].kernel == 1
-        # launch + fixed + 10 steps; the bandwidth is so high that traffic is nothing
-        assert plan.predicted_us == pytest.approx(1.5 + 1 + 10 * 0.01, abs=0.01)
+        # launch + fixed + 10 steps; the bandwidth is so high that traffic is nothing. 0.4 us of the
+        # launch are hidden, since the kernel is launched early.
+        assert plan.predicted_us == pytest.approx(1.5 - 0.4 + 1 + 10 * 0.01, abs=0.01)
     with measured_pack(tmp_path / "b.mpk", b"NVIDIA H200", 114) as pack:
         assert not pack.plan(h200(), p).measured
     with measured_pack(tmp_path / "c.mpk", b"NVIDIA H100", 132) as pack:
@@ -305,7 +306,7 @@ def test_waves_of_a_measured_kernel(tmp_path: Path) -> None:
 
         one_wave = predicted(264)
         assert predicted(200) == pytest.approx(one_wave, abs=0.01)
-        assert predicted(265) == pytest.approx(2 * one_wave - 1.5, abs=0.01)
+        assert predicted(265) == pytest.approx(2 * one_wave - 1.5 + 0.4, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ std::mutex mutex;
 int context_marker[2];
 thread_local std::vector<void*> contexts;
 int capturing = 0;
-int modules = 0, functions_loaded = 0, fail_encode = 0, fail_function = 0;
+int modules = 0, functions_loaded = 0, encoded = 0, fail_encode = 0, fail_function = 0;
 std::map<void*, int> shared_limits;
 
 struct Launch {
@@ -208,6 +208,7 @@ EXPORT int cuTensorMapEncodeTiled(char* map, int dtype, uint32_t rank, void* add
                                   int swizzle, int promotion, int fill) {
   const uint64_t element = dtype == 7 || dtype == 11 ? 4 : 2;
   if (fail_encode) return 999;
+  ++encoded;
   if (reinterpret_cast<uint64_t>(map) % 64 || reinterpret_cast<uint64_t>(address) % 16) return 1;
   if (rank != 3 || interleave || promotion != 2 || fill) return 1;
   for (int i = 0; i < 3; ++i) {
@@ -241,6 +242,7 @@ EXPORT void fake_set_context(int device) {
 }
 EXPORT int fake_context_depth() { return static_cast<int>(contexts.size()); }
 EXPORT int fake_modules() { return modules; }
+EXPORT int fake_encoded() { return encoded; }
 EXPORT int fake_functions_loaded() { return functions_loaded; }
 EXPORT void fake_reset() { launches.clear(), memsets.clear(); }
 EXPORT int fake_launched_early(int i) { return launches[i].early; }

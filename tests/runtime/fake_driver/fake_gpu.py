@@ -25,7 +25,7 @@ _SIZES = {
     **dict.fromkeys(range(tp.PTR_A, tp.PTR_COUNTERS + 1), (8,)),
     **dict.fromkeys(range(tp.M, tp.Z0 + 1), (4,)),
     **dict.fromkeys(range(tp.LDA, tp.BIAS_N + 1), (8,)),
-    tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,), tp.BATCH: (4,),
+    tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,), tp.BATCH: (4,), tp.ORDER: (4,),
 }  # fmt: skip
 _FORMATS = {128: "128s", 4: "i", 8: "q"}
 
@@ -49,6 +49,20 @@ def write_fake_pack(path: Path, sm: int = 90, vendor_us: float | None = None) ->
     return tp.write_pack(
         path, kernels, sm=sm, tables=[(table, costs)], vendor=tp.vendor_costs(vendor_us)
     )
+
+
+def write_pack_that_cuts(path: Path) -> Path:
+    """One large tile, quick where it fills whole waves, and a small one with split-K for the rest:
+    133 large tiles on the 132 SMs make two regions side by side."""
+    like = tp.TinyKernel(family=0, dtype=0, bm=128, bn=128, bk=64)
+    small = tp.TinyKernel(family=0, dtype=0, bm=64, bn=64, bk=64, stages=4, split_k=1)
+    kernels = [replace(k, cubin=fake_cubin(k)) for k in (like, small)]
+    table = native.Table(gpu=b"NVIDIA H200", sm_count=132, bandwidth_gbps=4e6, launch_us=1)
+    costs = [
+        native.Cost(fixed_us=5, step_us=2, single_step_us=2, blocks_per_sm=1),
+        native.Cost(fixed_us=1, step_us=1.5, single_step_us=1.5, blocks_per_sm=1),
+    ]
+    return tp.write_pack(path, kernels, tables=[(table, costs)])
 
 
 @dataclass
