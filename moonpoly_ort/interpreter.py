@@ -165,7 +165,7 @@ def _run_region(
         values[Param.DESC_Y] = operands["y"].descriptor(spec.bm, spec.bn)
     function = loading.kernel(spec.family, interpret=True)
     function[(grid,)](
-        *(values[param] for param in PARAMETERS[spec.family].values()),
+        *(values[param] for param in PARAMETERS[spec.source].values()),
         **loading.constants(spec),
     )
 

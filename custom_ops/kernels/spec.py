@@ -68,6 +68,12 @@ class KernelSpec:
     align_a: int = 16
     align_b: int = 16
     align_c: int = 16
+    tf32x3: bool = False  # ieee: by three TF32 products of split factors, not on the scalar units
+
+    @property
+    def source(self) -> str:
+        """The kernel function's name, which is that of its module."""
+        return f"{self.family}_x3" if self.persistent and self.tf32x3 else str(self.family)
 
     @property
     def persistent(self) -> bool:
@@ -76,8 +82,9 @@ class KernelSpec:
 
     @property
     def consumers(self) -> int:
-        """gemm_ws: the warpgroups that multiply, each its own rows of the tile; one more loads."""
-        return self.warps // 4 - 1
+        """gemm_ws: the warpgroups that multiply, each its own rows of the tile; one more loads, and
+        of split factors another writes the lower parts."""
+        return self.warps // 4 - (2 if self.tf32x3 else 1)
 
     @property
     def multiplying_warps(self) -> int:
@@ -102,6 +109,7 @@ def name(spec: KernelSpec) -> str:
         "swap" if spec.swap else "",
         "split" if spec.split_k else "",
         "cmatrix" if spec.bias_matrix else "",
+        "x3" if spec.tf32x3 else "",
         "" if spec.family.tensor_maps else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
     ]
     return "_".join(part for part in parts if part)
@@ -130,6 +138,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return f"group_m = {spec.group_m}: must be positive"
     if spec.precision is Precision.IEEE and spec.dtype is not Dtype.F32:
         return f"ieee precision is a mode of f32, not of {spec.dtype}"
+    if spec.tf32x3 and spec.precision is not Precision.IEEE:
+        return "three TF32 products are a way to ieee precision, not to tf32"
     for field in ("align_a", "align_b", "align_c"):
         align = getattr(spec, field)
         if align not in (2, 4, 8, 16) or align < spec.dtype.bytes:
@@ -159,8 +169,10 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
         return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
     if spec.swap or spec.bias_matrix:
         return "it computes upright tiles and takes a vector C only"
-    if spec.precision is Precision.IEEE:
+    if spec.precision is Precision.IEEE and not spec.tf32x3:
         return "wgmma has no ieee precision"
+    if spec.tf32x3 and (spec.warps, spec.bm) != (16, 128):
+        return "of split factors it computes tiles of 128 rows, with 16 warps"
     if spec.dtype is Dtype.F32 and (spec.trans_a or not spec.trans_b):
         return "wgmma wants TF32 operands contiguous along K: layout nt only"
     return None
@@ -207,7 +219,8 @@ def is_wide(spec: KernelSpec, sm: int) -> bool:
     and not on mma.sync or the scalar units, which read registers.
     """
     rows = spec.bn if spec.swap else spec.bm
-    return sm in (90, 100) and spec.precision is Precision.TF32 and rows >= 64 and spec.warps >= 4
+    scalar = spec.precision is Precision.IEEE and not spec.tf32x3
+    return sm in (90, 100) and not scalar and rows >= 64 and spec.warps >= 4
 
 
 def left_is_k_major(spec: KernelSpec) -> bool:
@@ -249,7 +262,7 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         if spec.swap
         else (spec.align_b, spec.bk * spec.bn * e)
     )
-    loop = 0
+    loop = right[1] if wide and spec.tf32x3 else 0  # the lower part of the right factor
     for (align, tile), k_major, is_left in (
         (left, left_is_k_major(spec), True),
         (right, right_is_k_major(spec), False),
@@ -257,8 +270,9 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         if not _is_async(align):
             loop += tile * (2 if sm == 100 else 1)
             continue
-        buffers = spec.stages if wide else max(spec.stages - 1, 1)
-        if wide and spec.dtype is Dtype.F32 and not k_major:
+        # Factors that are split leave their buffers for registers.
+        buffers = spec.stages if wide and not spec.tf32x3 else max(spec.stages - 1, 1)
+        if wide and spec.dtype is Dtype.F32 and not k_major and not spec.tf32x3:
             # The left factor leaves its buffer for registers early, the right one for a copy.
             copied = sm == 100 and spec.family is Family.GEMM_TMA
             buffers += -1 if is_left else 2 * copied
@@ -273,7 +287,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
 
 def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
     rows, columns = spec.y_box
-    ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * spec.dtype.bytes + 16)
+    b_tiles = 2 if spec.tf32x3 else 1  # and its lower parts
+    ring = spec.stages * ((spec.bm + b_tiles * spec.bn) * spec.bk * spec.dtype.bytes + 16)
     stores = 2 * spec.consumers * rows * columns * spec.dtype.bytes
     registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     return ring + stores + 80 * spec.consumers + 90, registers
@@ -290,6 +305,9 @@ def ws_register_limit(spec: KernelSpec) -> int | None:
 def _estimated_registers(spec: KernelSpec, sm: int) -> int:
     threads = 32 * spec.warps
     sums = spec.bm * spec.bn // threads
+    if spec.tf32x3:  # sums, those of one step, and the left factor in its parts
+        left = (spec.bn if spec.swap else spec.bm) * spec.bk // threads
+        return min(255, 2 * sums + 2 * left + 28)
     if spec.precision is Precision.IEEE:
         return 2 * sums + 48  # as many again for the factors
     if spec.family is Family.GEMM_TMA:
