@@ -77,8 +77,11 @@ def split_tiles(b_ring, low_ring, full, ready, K, tiles,
         _tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
         for _ in range(begin, stop):
             mbarrier.wait(full.index(stage), phase)
-            _high, low = split(b_ring.index(stage).reshape([BN, BK]).load(layout))
-            low_ring.index(stage).reshape([BN, BK]).store(low)
+            whole_tile = b_ring.index(stage).reshape([BN, BK])
+            lower_tile = low_ring.index(stage).reshape([BN, BK])
+            for row in gl.static_range(0, BN, 64):  # few registers at a time
+                _high, low = split(whole_tile.slice(row, 64).load(layout))
+                lower_tile.slice(row, 64).store(low)
             fence_async_shared()
             gl.barrier()  # every thread's stores come before the arrival below
             mbarrier.arrive(ready.index(stage))
@@ -207,4 +210,4 @@ def gemm_ws_x3(a_desc, b_desc, y_desc, a, b, bias, workspace, counters, M, N, K,
          (load_tiles, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                        a_div, a_mod, b_div, b_mod, z0,
                        BM, BN, BK, GROUP_M, STREAM_K, CONSUMERS, STAGES))],
-        [4, 4, 4], [208, 56, 40])  # fmt: skip
+        [4, 4, 4], [216, 40, 40])  # fmt: skip

@@ -149,9 +149,10 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             return f"tensor maps need sm_90, not sm_{sm}"
         if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
             return "tensor maps need rows aligned to 16 bytes"
-    if spec.bm * spec.bn > 128 * 32 * spec.multiplying_warps:
+    most = 64 if spec.tf32x3 else 128  # with split factors, a step has sums of its own
+    if spec.bm * spec.bn > most * 32 * spec.multiplying_warps:
         return (
-            f"{spec.bm}x{spec.bn} sums take more than 128 registers a thread of "
+            f"{spec.bm}x{spec.bn} sums take more than {most} registers a thread of "
             f"{spec.multiplying_warps} warps"
         )
     shared, _ = estimated_resources(spec, sm)
@@ -262,7 +263,9 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         if spec.swap
         else (spec.align_b, spec.bk * spec.bn * e)
     )
-    loop = right[1] if wide and spec.tf32x3 else 0  # the lower part of the right factor
+    loop = 0
+    if wide and spec.tf32x3:  # the lower part of the right factor, and all of it where not K-major
+        loop = right[1] * (1 if right_is_k_major(spec) else 2)
     for (align, tile), k_major, is_left in (
         (left, left_is_k_major(spec), True),
         (right, right_is_k_major(spec), False),
@@ -290,6 +293,8 @@ def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
     b_tiles = 2 if spec.tf32x3 else 1  # and its lower parts
     ring = spec.stages * ((spec.bm + b_tiles * spec.bn) * spec.bk * spec.dtype.bytes + 16)
     stores = 2 * spec.consumers * rows * columns * spec.dtype.bytes
+    if spec.tf32x3:  # barriers of the splitting warpgroup; moving rows and columns between layouts
+        ring += 8 * (spec.stages + spec.bn)
     registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     return ring + stores + 80 * spec.consumers + 90, registers
 
@@ -307,7 +312,10 @@ def _estimated_registers(spec: KernelSpec, sm: int) -> int:
     sums = spec.bm * spec.bn // threads
     if spec.tf32x3:  # sums, those of one step, and the left factor in its parts
         left = (spec.bn if spec.swap else spec.bm) * spec.bk // threads
-        return min(255, 2 * sums + 2 * left + 28)
+        addresses = (spec.bm + spec.bn) * spec.bk * spec.dtype.bytes // threads
+        addresses = 24 + addresses // min(spec.align_a, spec.align_b)
+        by_pointer = spec.family is Family.GEMM_POINTER
+        return min(255, 2 * sums + 2 * left + 28 + (addresses if by_pointer else 0))
     if spec.precision is Precision.IEEE:
         return 2 * sums + 48  # as many again for the factors
     if spec.family is Family.GEMM_TMA:
@@ -405,6 +413,8 @@ SPECIALIZED = (
     Tile(128, 64, 64, 8, 2, "s"),
     Tile(64, 64, 128, 8, 1, "s"),
 )
+# The same for split factors, which need another warpgroup that splits: fp32 NT.
+SPECIALIZED_SPLIT = (Tile(128, 128, 64, 16, 1, "sf"), Tile(128, 64, 64, 16, 1, "sf"))
 # Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for
 # registers.
 UNALIGNED = (
@@ -419,6 +429,26 @@ IEEE = (
     Tile(64, 128, 32, 8, 2, "f"),
     Tile(64, 64, 32, 8, 2, "sft"),
     Tile(16, 128, 32, 4, 2, "sft"),
+)
+# fp32 on tensor cores, by three TF32 products.
+WIDE_SPLIT = (
+    Tile(128, 128, 64, 8, 1, "sf"),
+    Tile(64, 128, 64, 4, 2, "sf"),
+    Tile(128, 64, 64, 4, 2, "f"),
+    Tile(64, 64, 64, 4, 3, "sft"),
+    Tile(16, 64, 128, 4, 2, "sft", swap=True),
+    Tile(32, 128, 64, 4, 3, "sf", swap=True),
+    Tile(64, 128, 64, 4, 2, "sf", swap=True),
+)
+WIDE_SPLIT_UNALIGNED = (
+    Tile(128, 128, 32, 8, 1, "f"),
+    Tile(64, 64, 32, 4, 3, "sft"),
+    Tile(16, 128, 32, 4, 3, "sf", swap=True),
+)
+NARROW_SPLIT = (
+    Tile(128, 128, 32, 8, 1, "sf"),
+    Tile(64, 64, 32, 4, 2, "sft"),
+    Tile(16, 64, 64, 4, 2, "sft"),
 )
 # A full matrix C is read through registers at the end, beside the accumulators.
 MATRIX_BIAS = (Tile(128, 128, 64, 8, 1, ""), Tile(64, 64, 64, 4, 2, "ft"))
@@ -507,16 +537,41 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
         out += _expand(MATRIX_BIAS[1:], replace(least, bias_matrix=True), sm)
 
         if dtype is Dtype.F32:
-            for spec in (pointer, least):
-                out += _expand(IEEE, replace(spec, precision=Precision.IEEE), sm)
-            spec = replace(least, precision=Precision.IEEE, bias_matrix=True)
-            out += _expand(IEEE[2:3], spec, sm)
+            out += _ieee(aligned, sm)
     if trial:
         for dtype, layout in product(Dtype, (NN, NT)):
             out += _expand(
                 SPECIALIZED, KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout), sm
             )
+        split = KernelSpec(
+            Family.GEMM_WS, Dtype.F32, 128, 16, 16, 16, 2, *NT, precision=Precision.IEEE,
+            tf32x3=True,
+        )  # fmt: skip
+        out += _expand(SPECIALIZED_SPLIT, split, sm)
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
+
+
+def _ieee(aligned: KernelSpec, sm: int) -> Iterator[KernelSpec]:
+    """The kernels of fp32's own accuracy in one layout: on tensor cores, and on the scalar units
+    for what is too small to gain from those, and for sm_100, whose own are untried.
+    """
+    aligned = replace(aligned, precision=Precision.IEEE)
+    layout = Layout(aligned.trans_a, aligned.trans_b)
+    pointer = replace(aligned, family=Family.GEMM_POINTER)
+    least = _aligned(pointer, 4, 4, 4)
+    yield from _expand(IEEE, least, sm)
+    yield from _expand(IEEE[2:3], replace(least, bias_matrix=True), sm)
+    if sm == 100:
+        yield from _expand(IEEE, pointer, sm)
+        return
+    wide = sm == 90
+    split = replace(aligned, tf32x3=True)
+    yield from dict.fromkeys(_expand(WIDE_SPLIT if wide else NARROW_SPLIT, split, sm))
+    yield from _expand(MATRIX_BIAS[1:], replace(split, bias_matrix=True), sm)
+    tiles = WIDE_SPLIT_UNALIGNED if wide else NARROW_SPLIT[1:]
+    for aligns in _classes(layout, 4):
+        spec = replace(_aligned(pointer, *aligns), tf32x3=True)
+        yield from _expand(tiles, spec, sm)
 
 
 def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:

@@ -82,6 +82,9 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.array.transpose(order), self.dtype)
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.array[start : start + length], self.dtype)
+
     def store(self, values: Tensor) -> None:
         self.array[...] = values
 

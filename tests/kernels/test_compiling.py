@@ -53,11 +53,11 @@ def test_every_kernel_compiles_within_the_limits_of_its_architecture(sm: int) ->
     assert faults == []
 
 
-@pytest.mark.parametrize("family", Family)
-def test_parameters_are_those_of_the_kernel(family: Family) -> None:
-    arguments = loading.kernel(family).arg_names
-    constants = list(loading.constants(replace(SMALL, family=family)))
-    assert arguments == [*PARAMETERS[family], *constants]
+@pytest.mark.parametrize("source", PARAMETERS)
+def test_parameters_are_those_of_the_kernel(source: str) -> None:
+    spec = replace(SMALL, family=Family(source.removesuffix("_x3")), tf32x3=source.endswith("_x3"))
+    assert spec.source == source
+    assert loading.kernel(source).arg_names == [*PARAMETERS[source], *loading.constants(spec)]
 
 
 def _sass(kernel: PackedKernel, folder: Path) -> str:
@@ -82,7 +82,7 @@ def _main_loop(sass: str) -> str:
 def test_tensor_maps_and_wgmma_on_hopper(tmp_path: Path) -> None:
     for spec in specs(90):
         if spec.family is Family.GEMM_TMA and not spec.trans_a and spec.dtype is not Dtype.BF16:
-            assert is_wide(spec, 90)
+            assert is_wide(spec, 90), spec
     wanted = [
         s for s in specs(90)
         if s.family is Family.GEMM_TMA and (s.bm, s.bn) in ((128, 256), (64, 128), (16, 64))
@@ -102,6 +102,7 @@ def test_warp_specialised_kernels_on_hopper(tmp_path: Path) -> None:
     trial = [s for s in specs(90, trial=True) if s.family is Family.GEMM_WS]
     wanted = [trial[0], next(s for s in trial if s.consumers == 3 and s.split_k), trial[-1]]
     assert [s.dtype for s in wanted] == [Dtype.F16, Dtype.F16, Dtype.F32]
+    wanted.append(next(s for s in trial if s.dtype is Dtype.F32 and not s.tf32x3))
     for kernel in compile_specs(wanted, 90):
         spec, sass = kernel.spec, _sass(kernel, tmp_path)
         assert re.search(r"\bHGMMA\.", sass), spec
