@@ -42,7 +42,7 @@ SOURCES = {
     "gemm_tma": ("tiles.py", "gemm_tma.py"),
     "gemm_pointer": ("tiles.py", "gemm_pointer.py"),
     "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
-    "gemm_ws_x3": ("gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py"),
+    "gemm_ws_x3": ("gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py"),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
@@ -91,9 +91,11 @@ def content_key(sm: int, triton: str, *, trial: bool = False) -> str:
 def _signature(spec: KernelSpec) -> dict[str, str]:
     element = ELEMENT[spec.dtype]
     y_box = spec.y_box
-    rows = y_box[0]  # of A: a consumer of gemm_ws loads its own
+    # Of what passes through the left side of the tensor core, a consumer of gemm_ws loads its own.
+    swapped = spec.persistent and spec.swap
+    rows, columns = (spec.bm, y_box[1]) if swapped else (y_box[0], spec.bn)
     a_box = (spec.bk, rows) if spec.trans_a else (rows, spec.bk)
-    b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
+    b_box = (columns, spec.bk) if spec.trans_b else (spec.bk, columns)
     boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: y_box}
 
     def type_of(param: Param) -> str:

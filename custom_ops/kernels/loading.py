@@ -54,7 +54,8 @@ def constants(
         "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
     }  # fmt: skip
     if spec.family is Family.GEMM_WS:
-        return common | {
+        swap = {"SWAP": spec.swap} if spec.tf32x3 else {}
+        return common | swap | {
             "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers, "STAGES": spec.stages,
         }  # fmt: skip
     common |= {

@@ -95,6 +95,9 @@ class KernelSpec:
         """Rows and columns of the tile of Y that one TMA store writes."""
         if self.family is not Family.GEMM_WS:
             return self.bm, self.bn
+        if self.swap:
+            columns = self.bn // self.consumers
+            return min(self.bm, 8192 // columns // self.dtype.bytes), columns
         rows = self.bm // self.consumers
         return rows, min(self.bn, 8192 // rows // self.dtype.bytes)
 
@@ -166,14 +169,20 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
         return f"warp specialisation is written for the wgmma of sm_90, not sm_{sm}"
     if spec.warps not in (8, 12, 16):
         return f"{spec.warps} warps: 8, 12 or 16, of which one warpgroup loads, are supported"
+    if spec.bias_matrix:
+        return "it takes a vector C only"
+    if spec.tf32x3:
+        if (spec.warps, spec.bn if spec.swap else spec.bm) != (16, 128):
+            return "of split factors it computes tiles of 128 rows, or columns, with 16 warps"
+        if spec.trans_a or spec.trans_b == spec.swap:
+            return "of split factors the right one must be contiguous along K: nt, or nn swapped"
+        return None
     if spec.bm not in (64 * spec.consumers, 128 * spec.consumers):
         return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
-    if spec.swap or spec.bias_matrix:
-        return "it computes upright tiles and takes a vector C only"
-    if spec.precision is Precision.IEEE and not spec.tf32x3:
+    if spec.swap:
+        return "it computes upright tiles only"
+    if spec.precision is Precision.IEEE:
         return "wgmma has no ieee precision"
-    if spec.tf32x3 and (spec.warps, spec.bm) != (16, 128):
-        return "of split factors it computes tiles of 128 rows, with 16 warps"
     if spec.dtype is Dtype.F32 and (spec.trans_a or not spec.trans_b):
         return "wgmma wants TF32 operands contiguous along K: layout nt only"
     return None
@@ -241,7 +250,9 @@ def interpreted(spec: KernelSpec) -> KernelSpec:
     """
     if spec.family is not Family.GEMM_WS:
         return spec
-    return replace(spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, split_k=False)
+    return replace(
+        spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, swap=False, split_k=False
+    )
 
 
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
@@ -265,7 +276,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     )
     loop = 0
     if wide and spec.tf32x3:  # the lower part of the right factor, and all of it where not K-major
-        loop = right[1] * (1 if right_is_k_major(spec) else 2)
+        copied = spec.family is Family.GEMM_TMA and not right_is_k_major(spec)
+        loop = right[1] * (2 if copied else 1)
     for (align, tile), k_major, is_left in (
         (left, left_is_k_major(spec), True),
         (right, right_is_k_major(spec), False),
@@ -290,11 +302,12 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
 
 def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
     rows, columns = spec.y_box
-    b_tiles = 2 if spec.tf32x3 else 1  # and its lower parts
-    ring = spec.stages * ((spec.bm + b_tiles * spec.bn) * spec.bk * spec.dtype.bytes + 16)
+    ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * spec.dtype.bytes + 16)
     stores = 2 * spec.consumers * rows * columns * spec.dtype.bytes
-    if spec.tf32x3:  # barriers of the splitting warpgroup; moving rows and columns between layouts
-        ring += 8 * (spec.stages + spec.bn)
+    if spec.tf32x3:
+        right = spec.bm if spec.swap else spec.bn
+        ring += spec.stages * (right * spec.bk * spec.dtype.bytes + 8)  # its lower parts
+        ring += 8 * right  # moves rows and columns between layouts
     registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     return ring + stores + 80 * spec.consumers + 90, registers
 
@@ -413,8 +426,9 @@ SPECIALIZED = (
     Tile(128, 64, 64, 8, 2, "s"),
     Tile(64, 64, 128, 8, 1, "s"),
 )
-# The same for split factors, which need another warpgroup that splits: fp32 NT.
+# The same for split factors, which need another warpgroup that splits: fp32 NT and NN.
 SPECIALIZED_SPLIT = (Tile(128, 128, 64, 16, 1, "sf"), Tile(128, 64, 64, 16, 1, "sf"))
+SPECIALIZED_SPLIT_SWAPPED = (Tile(128, 128, 64, 16, 1, "sf"), Tile(64, 128, 64, 16, 1, "sf"))
 # Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for
 # registers.
 UNALIGNED = (
@@ -443,7 +457,7 @@ WIDE_SPLIT = (
 WIDE_SPLIT_UNALIGNED = (
     Tile(128, 128, 32, 8, 1, "f"),
     Tile(64, 64, 32, 4, 3, "sft"),
-    Tile(16, 128, 32, 4, 3, "sf", swap=True),
+    Tile(16, 64, 64, 4, 3, "sf", swap=True),
 )
 NARROW_SPLIT = (
     Tile(128, 128, 32, 8, 1, "sf"),
@@ -548,6 +562,7 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
             tf32x3=True,
         )  # fmt: skip
         out += _expand(SPECIALIZED_SPLIT, split, sm)
+        out += _expand(SPECIALIZED_SPLIT_SWAPPED, replace(split, trans_b=False), sm)
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 
