@@ -35,8 +35,7 @@ GUARD = 2048  # elements in front of and behind an operand
 def error_limit(dtype: str, precision: str, k: int) -> float:
     """The largest relative Frobenius error that a product of depth `k` may have."""
     if dtype == "f32" and precision == "ieee":
-        # A product of split factors may be off by 2^-19.2, which shows where there are few.
-        return 1e-6 * math.sqrt(max(k, 4))
+        return 1e-6 * math.sqrt(max(k, 1))
     return {"f16": 2e-3, "bf16": 1e-2, "f32": 1e-3}[dtype]
 
 

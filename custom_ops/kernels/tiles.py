@@ -116,11 +116,11 @@ def multiply_split(left, right, acc, ROUND: tl.constexpr):
     """acc + left @ right in the accuracy class of fp32, by three TF32 products.
 
     Each factor is a sum of its leading 11 bits and the other 13, of which the tensor core takes
-    11. What is left out, at most 2^-19.2 of a product, shrinks it by 2.3e-7 on average; the lower
-    parts, scaled up by all that leaves values of 11 bits exact, make up for most. The tensor
-    core truncates its sums, too: over a long K that would add up (to 3e-5 over 4096 terms of one
-    sign), so each step starts from zero, smallest products first, and is added to `acc` with
-    rounding.
+    11. What is left out would shrink a product by 2.9e-7 on average, at most 2^-19.2; the lower
+    parts are scaled up by all that leaves values of 11 bits exact, which makes 0.3e-7 and 2^-20 of
+    it. The tensor core truncates its sums, too: over a long K that would add up (to 3e-5 over 4096
+    terms of one sign), so each step starts from zero, smallest products first, and is added to
+    `acc` with rounding.
 
     An Inf or NaN leaves NaN wherever it has a part (Inf - Inf): see `has_nan`. Below 2^-113 bits
     of the lower part are lost, since it cannot be less than 2^-136.

@@ -23,7 +23,7 @@ from moonpoly_ort.custom_ops.kernels.spec import (
 )
 
 FAMILIES = (Family.GEMM_TMA, Family.GEMM_POINTER)
-WORST = 2**-19  # of |a| |b|, what is left out of one product at most
+WORST = 2**-20  # of |a| |b|, what is left out of one product at most
 LEAST = 2**-136  # the tensor core's least TF32 number
 
 
