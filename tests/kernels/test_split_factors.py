@@ -13,6 +13,7 @@ import torch
 from gemm_case import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moonpoly_ort.custom_ops.kernels.pack_format import DTYPE_CODE, PRECISION_CODE
 from moonpoly_ort.custom_ops.kernels.spec import (
     Dtype,
     Family,
@@ -21,6 +22,8 @@ from moonpoly_ort.custom_ops.kernels.spec import (
     name,
     why_illegal,
 )
+
+from moonpoly_ort import devices, native, packs
 
 FAMILIES = (Family.GEMM_TMA, Family.GEMM_POINTER)
 WORST = 2**-20  # of |a| |b|, what is left out of one product at most
@@ -145,3 +148,24 @@ def test_the_name_and_the_refusals() -> None:
         assert reason in (why_illegal(bad, 90) or "")
     specialised = split_spec(Family.GEMM_WS, bm=128, bn=128, bk=32, warps=12, trans_b=True)
     assert "16 warps" in (why_illegal(specialised, 90) or "")
+
+
+@pytest.mark.parametrize("gpu", ["A100-80GB", "L4", "RTX 4090", "H100", "H200", "B200"])
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("align", [16, 4])
+def test_large_products_are_planned_on_tensor_cores(gpu: str, layout: str, align: int) -> None:
+    device = devices.lookup(gpu)
+    pack = native.Pack(packs.catalog(device.sm))
+    size = 4096 if align == 16 else 4097
+
+    def chosen(precision: Precision, k: int) -> native.KernelRecord:
+        problem = native.Problem(
+            dtype=DTYPE_CODE[Dtype.F32], precision=PRECISION_CODE[precision],
+            trans_a=layout[0] == "t", trans_b=layout[1] == "t", m=size, n=size, k=k, batch=1,
+            lda=size, ldb=size, ldc=size, a_div=1, a_mod=1, b_div=1, b_mod=1,
+            align_a=align, align_b=align, align_c=align, alpha=1.0,
+        )  # fmt: skip
+        return pack.kernels[pack.plan(device, problem).regions[0].kernel]
+
+    assert chosen(Precision.IEEE, size).tf32x3 == (device.sm in (80, 90))
+    assert not chosen(Precision.TF32, size).tf32x3
