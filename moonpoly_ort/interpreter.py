@@ -164,9 +164,9 @@ def _run_region(
         values[Param.DESC_A] = operands["a"].descriptor(*a_box)
         values[Param.DESC_B] = operands["b"].descriptor(*b_box)
         values[Param.DESC_Y] = operands["y"].descriptor(spec.bm, spec.bn)
-    function = loading.kernel(spec.family, interpret=True)
+    function = loading.kernel(spec.source, interpret=True)
     function[(grid,)](
-        *(values[param] for param in PARAMETERS[spec.family].values()),
+        *(values[param] for param in PARAMETERS[spec.source].values()),
         **loading.constants(spec),
     )
 

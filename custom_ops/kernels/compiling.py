@@ -39,9 +39,10 @@ from .spec import (
 
 TRITON_MINOR = "3.9"
 SOURCES = {
-    Family.GEMM_TMA: ("tiles.py", "gemm_tma.py"),
-    Family.GEMM_POINTER: ("tiles.py", "gemm_pointer.py"),
-    Family.GEMM_WS: ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+    "gemm_tma": ("tiles.py", "gemm_tma.py"),
+    "gemm_pointer": ("tiles.py", "gemm_pointer.py"),
+    "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+    "gemm_ws_x3": ("gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py"),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
@@ -76,7 +77,7 @@ def triton_version() -> str:
 def content_key(sm: int, triton: str, *, trial: bool = False) -> str:
     """The SHA-256 in hex of what a pack depends on: kernel sources, specs, Triton's version."""
     listed = specs(sm, trial=trial)
-    sources = {source for spec in listed for source in SOURCES[spec.family]}
+    sources = {source for spec in listed for source in SOURCES[spec.source]}
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for source in (*sorted(sources), "compiling.py"):
@@ -90,9 +91,11 @@ def content_key(sm: int, triton: str, *, trial: bool = False) -> str:
 def _signature(spec: KernelSpec) -> dict[str, str]:
     element = ELEMENT[spec.dtype]
     y_box = spec.y_box
-    rows = y_box[0]  # of A: a consumer of gemm_ws loads its own
+    # Of what passes through the left side of the tensor core, a consumer of gemm_ws loads its own.
+    swapped = spec.persistent and spec.swap
+    rows, columns = (spec.bm, y_box[1]) if swapped else (y_box[0], spec.bn)
     a_box = (spec.bk, rows) if spec.trans_a else (rows, spec.bk)
-    b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
+    b_box = (columns, spec.bk) if spec.trans_b else (spec.bk, columns)
     boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: y_box}
 
     def type_of(param: Param) -> str:
@@ -110,15 +113,17 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
             return "fp32"
         return "i64" if Param.LDA <= param <= Param.BIAS_N else "i32"
 
-    return {argument: type_of(param) for argument, param in PARAMETERS[spec.family].items()}
+    return {argument: type_of(param) for argument, param in PARAMETERS[spec.source].items()}
 
 
 def _rounded(spec: KernelSpec, sm: int) -> str:
     """The factors that a TF32 kernel rounds itself: those that reach the tensor core through
     registers, and were not rounded by a tensor map.
     """
-    if spec.dtype is not Dtype.F32 or spec.precision is Precision.IEEE:
+    if spec.dtype is not Dtype.F32 or (spec.precision is Precision.IEEE and not spec.tf32x3):
         return "none"
+    if spec.tf32x3:
+        return "left" if is_wide(spec, sm) else "both"
     if is_wide(spec, sm):
         return "none" if left_is_k_major(spec) else "left"
     return "both" if spec.family is Family.GEMM_POINTER else "none"
@@ -234,7 +239,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    function = loading.kernel(spec.family)
+    function = loading.kernel(spec.source)
     dependent_launch = is_launched_early(spec, sm)
     constants = loading.constants(
         spec, rounded=_rounded(spec, sm), dependent_launch=dependent_launch
@@ -285,7 +290,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
         cubin,
         metadata.shared,
         registers,
-        launch_params(spec.family),
+        launch_params(spec),
         descriptors,
         frame,
         dependent_launch,
@@ -332,7 +337,7 @@ def catalog_kernels(sm: int, *, trial: bool = False) -> list[PackedKernel]:
                 b"",
                 shared,
                 registers,
-                launch_params(spec.family),
+                launch_params(spec),
                 dependent_launch=is_launched_early(spec, sm),
             )
         )

@@ -9,27 +9,18 @@ loads wide. K tails are masked in both operands: 0 * NaN would leak.
 import triton
 import triton.language as tl
 
-from .tiles import epilogue, locate, multiply, slice_of, sum_slices
+from .tiles import epilogue, has_nan, locate, multiply, slice_of, sum_slices
 
 
 @triton.jit
-def gemm_pointer(
-    a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
-    lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
-    BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+def sum_of_products(
+    a, b, offs_m, offs_n, M, N, K, first, last, lda, ldb,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
-    z += z0
-    a += (z // a_div % a_mod).to(tl.int64) * a_batch
-    b += (z // b_div % b_mod).to(tl.int64) * b_batch
-    y += z.to(tl.int64) * c_batch
-
-    offs_m = m + tl.arange(0, BM)
-    offs_n = n + tl.arange(0, BN)
+    """The tile of rows `offs_m` and columns `offs_n` over the K steps [first, last)."""
     offs_k = tl.arange(0, BK)
-    first, last = slice_of(K, part, split, BK, SPLIT_K)
     k = first * BK
     # Row offsets are 64-bit: M * lda may exceed 2^31. `*_in` is the mask of the dimension that is
     # not K.
@@ -49,17 +40,47 @@ def gemm_pointer(
         b_tile = b + (k + offs_k).to(tl.int64)[:, None] * ldb + offs_n[None, :]
         b_step = BK * ldb
         b_in = (offs_n < N)[None, :]
-
-    ROWS: tl.constexpr = BN if SWAP else BM
-    COLS: tl.constexpr = BM if SWAP else BN
-    acc = tl.full((ROWS, COLS), 0.0, tl.float32)
-    for step in range(first, last):
+    acc = tl.full((BN, BM) if SWAP else (BM, BN), 0.0, tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
         k_in = offs_k < K - step * BK
         a_values = tl.load(a_tile, mask=k_in[None, :] & a_in, other=0.0)
         b_values = tl.load(b_tile, mask=k_in[:, None] & b_in, other=0.0)
         acc = multiply(a_values, b_values, acc, SWAP, PRECISION, ROUND)
         a_tile += a_step
         b_tile += b_step
+    return acc
+
+
+@triton.jit
+def gemm_pointer(
+    a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
+    lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
+    BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
+    z += z0
+    a += (z // a_div % a_mod).to(tl.int64) * a_batch
+    b += (z // b_div % b_mod).to(tl.int64) * b_batch
+    y += z.to(tl.int64) * c_batch
+
+    offs_m = m + tl.arange(0, BM)
+    offs_n = n + tl.arange(0, BN)
+    first, last = slice_of(K, part, split, BK, SPLIT_K)
+    ROWS: tl.constexpr = BN if SWAP else BM
+    COLS: tl.constexpr = BM if SWAP else BN
+    acc = sum_of_products(
+        a, b, offs_m, offs_n, M, N, K, first, last, lda, ldb, BM, BN, BK, TRANS_A, TRANS_B, SWAP,
+        PRECISION, ROUND, None,
+    )  # fmt: skip
+    if PRECISION == "tf32x3":  # noqa: SIM102 - decided while compiling, the next one on the GPU
+        if has_nan(acc):  # where Inf or NaN takes part, one product tells what becomes of it
+            once = sum_of_products(
+                a, b, offs_m, offs_n, M, N, K, first, last, lda, ldb, BM, BN, BK,
+                TRANS_A, TRANS_B, SWAP, "tf32", "nan", 1,
+            )  # fmt: skip
+            acc = tl.where(acc != acc, once, acc)
 
     mine = True
     if SPLIT_K:

@@ -13,11 +13,35 @@ from .tiles import (
     await_joined_kernel,
     await_previous_kernel,
     epilogue,
+    has_nan,
     locate,
     multiply,
     slice_of,
     sum_slices,
 )
+
+
+@triton.jit
+def sum_of_products(
+    a_desc, b_desc, a_z, b_z, m, n, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SWAP: tl.constexpr,
+    PRECISION: tl.constexpr, ROUND: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The tile at (m, n) over the K steps [first, last)."""
+    acc = tl.full((BN, BM) if SWAP else (BM, BN), 0.0, tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        k = step * BK
+        if TRANS_A:
+            a = tl.trans(a_desc.load([a_z, k, m]).reshape(BK, BM))
+        else:
+            a = a_desc.load([a_z, m, k]).reshape(BM, BK)
+        if TRANS_B:
+            b = tl.trans(b_desc.load([b_z, n, k]).reshape(BN, BK))
+        else:
+            b = b_desc.load([b_z, k, n]).reshape(BK, BN)
+        acc = multiply(a, b, acc, SWAP, PRECISION, ROUND)
+    return acc
 
 
 @triton.jit
@@ -37,19 +61,18 @@ def gemm_tma(
 
     ROWS: tl.constexpr = BN if SWAP else BM
     COLS: tl.constexpr = BM if SWAP else BN
-    acc = tl.full((ROWS, COLS), 0.0, tl.float32)
     first, last = slice_of(K, part, split, BK, SPLIT_K)
-    for step in range(first, last):
-        k = step * BK
-        if TRANS_A:
-            a = tl.trans(a_desc.load([a_z, k, m]).reshape(BK, BM))
-        else:
-            a = a_desc.load([a_z, m, k]).reshape(BM, BK)
-        if TRANS_B:
-            b = tl.trans(b_desc.load([b_z, n, k]).reshape(BN, BK))
-        else:
-            b = b_desc.load([b_z, k, n]).reshape(BK, BN)
-        acc = multiply(a, b, acc, SWAP, PRECISION, ROUND)
+    acc = sum_of_products(
+        a_desc, b_desc, a_z, b_z, m, n, first, last, BM, BN, BK, TRANS_A, TRANS_B, SWAP,
+        PRECISION, ROUND, None,
+    )  # fmt: skip
+    if PRECISION == "tf32x3":  # noqa: SIM102 - decided while compiling, the next one on the GPU
+        if has_nan(acc):  # where Inf or NaN takes part, one product tells what becomes of it
+            once = sum_of_products(
+                a_desc, b_desc, a_z, b_z, m, n, first, last, BM, BN, BK, TRANS_A, TRANS_B, SWAP,
+                "tf32", "nan", 1,
+            )  # fmt: skip
+            acc = tl.where(acc != acc, once, acc)
 
     mine = True
     if SPLIT_K:

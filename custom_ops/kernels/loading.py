@@ -24,15 +24,16 @@ _IMPORT = threading.Lock()
 
 
 @cache
-def kernel(family: Family, *, interpret: bool = False) -> Any:
-    """The Triton function of a family: a `triton.JITFunction`, or an interpreted function.
+def kernel(source: str, *, interpret: bool = False) -> Any:
+    """The Triton function that `KernelSpec.source` names: a `triton.JITFunction`, or an interpreted
+    function.
 
     Raises ImportError where Triton is not installed, ValueError to interpret `gemm_ws`: Gluon has
     no interpreter, and `spec.interpreted` names the kernel that stands in.
     """
     import triton
 
-    if interpret and family is Family.GEMM_WS:
+    if interpret and source.startswith("gemm_ws"):
         raise ValueError("gemm_ws cannot be interpreted: take the one that spec.interpreted names")
     package = __package__ + (".interpreted" if interpret else ".compiled")
     with _IMPORT, triton.knobs.runtime.scope():
@@ -41,7 +42,7 @@ def kernel(family: Family, *, interpret: bool = False) -> Any:
             module = types.ModuleType(package)
             module.__path__ = [str(Path(__file__).parent)]
             sys.modules[package] = module
-        return getattr(importlib.import_module(f"{package}.{family}"), str(family))
+        return getattr(importlib.import_module(f"{package}.{source}"), source)
 
 
 def constants(
@@ -53,12 +54,13 @@ def constants(
         "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
     }  # fmt: skip
     if spec.family is Family.GEMM_WS:
-        return common | {
+        swap = {"SWAP": spec.swap} if spec.tf32x3 else {}
+        return common | swap | {
             "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers, "STAGES": spec.stages,
         }  # fmt: skip
     common |= {
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
-        "PRECISION": str(spec.precision), "ROUND": rounded,
+        "PRECISION": "tf32x3" if spec.tf32x3 else str(spec.precision), "ROUND": rounded,
     }  # fmt: skip
     if spec.family is Family.GEMM_TMA:
         common["DEPENDENT_LAUNCH"] = dependent_launch

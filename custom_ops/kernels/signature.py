@@ -5,7 +5,7 @@ Triton.
 from __future__ import annotations
 
 from .pack_format import Param
-from .spec import Family
+from .spec import KernelSpec
 
 _COMMON = {
     "bias": Param.PTR_BIAS, "workspace": Param.PTR_WORKSPACE, "counters": Param.PTR_COUNTERS,
@@ -26,13 +26,22 @@ _EPILOGUE = {
 }  # fmt: skip
 _DESCRIPTORS = {"a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y_desc": Param.DESC_Y}
 _POINTERS = {"a": Param.PTR_A, "b": Param.PTR_B, "y": Param.PTR_Y}
-PARAMETERS: dict[Family, dict[str, Param]] = {
-    Family.GEMM_TMA: {**_DESCRIPTORS, **_COMMON, "order": Param.ORDER, **_EPILOGUE},
-    Family.GEMM_POINTER: {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
-    Family.GEMM_WS: {**_DESCRIPTORS, **_PERSISTENT, **_EPILOGUE},
-}
+# Of the operands themselves: where NaN shows, products are computed again from them.
+_OPERANDS = {"a": Param.PTR_A, "b": Param.PTR_B}
+_OPERAND_PITCHES = {
+    "lda": Param.LDA, "ldb": Param.LDB, "a_batch": Param.A_BATCH, "b_batch": Param.B_BATCH,
+}  # fmt: skip
+# By the kernels' names, see `KernelSpec.source`.
+PARAMETERS: dict[str, dict[str, Param]] = {
+    "gemm_tma": {**_DESCRIPTORS, **_COMMON, "order": Param.ORDER, **_EPILOGUE},
+    "gemm_pointer": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
+    "gemm_ws": {**_DESCRIPTORS, **_PERSISTENT, **_EPILOGUE},
+    "gemm_ws_x3": {
+        **_DESCRIPTORS, **_OPERANDS, **_PERSISTENT, **_OPERAND_PITCHES, **_EPILOGUE,
+    },
+}  # fmt: skip
 
 
-def launch_params(family: Family) -> tuple[Param, ...]:
+def launch_params(spec: KernelSpec) -> tuple[Param, ...]:
     """The parameter list of a compiled kernel; Triton appends two scratch pointers, null here."""
-    return (*PARAMETERS[family].values(), Param.NULL, Param.NULL)
+    return (*PARAMETERS[spec.source].values(), Param.NULL, Param.NULL)

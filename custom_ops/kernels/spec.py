@@ -68,6 +68,12 @@ class KernelSpec:
     align_a: int = 16
     align_b: int = 16
     align_c: int = 16
+    tf32x3: bool = False  # ieee: by three TF32 products of split factors, not on the scalar units
+
+    @property
+    def source(self) -> str:
+        """The kernel function's name, which is that of its module."""
+        return f"{self.family}_x3" if self.persistent and self.tf32x3 else str(self.family)
 
     @property
     def persistent(self) -> bool:
@@ -76,8 +82,9 @@ class KernelSpec:
 
     @property
     def consumers(self) -> int:
-        """gemm_ws: the warpgroups that multiply, each its own rows of the tile; one more loads."""
-        return self.warps // 4 - 1
+        """gemm_ws: the warpgroups that multiply, each its own rows of the tile; one more loads, and
+        of split factors another writes the lower parts."""
+        return self.warps // 4 - (2 if self.tf32x3 else 1)
 
     @property
     def multiplying_warps(self) -> int:
@@ -88,6 +95,9 @@ class KernelSpec:
         """Rows and columns of the tile of Y that one TMA store writes."""
         if self.family is not Family.GEMM_WS:
             return self.bm, self.bn
+        if self.swap:
+            columns = self.bn // self.consumers
+            return min(self.bm, 8192 // columns // self.dtype.bytes), columns
         rows = self.bm // self.consumers
         return rows, min(self.bn, 8192 // rows // self.dtype.bytes)
 
@@ -102,6 +112,7 @@ def name(spec: KernelSpec) -> str:
         "swap" if spec.swap else "",
         "split" if spec.split_k else "",
         "cmatrix" if spec.bias_matrix else "",
+        "x3" if spec.tf32x3 else "",
         "" if spec.family.tensor_maps else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
     ]
     return "_".join(part for part in parts if part)
@@ -130,6 +141,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return f"group_m = {spec.group_m}: must be positive"
     if spec.precision is Precision.IEEE and spec.dtype is not Dtype.F32:
         return f"ieee precision is a mode of f32, not of {spec.dtype}"
+    if spec.tf32x3 and spec.precision is not Precision.IEEE:
+        return "three TF32 products are a way to ieee precision, not to tf32"
     for field in ("align_a", "align_b", "align_c"):
         align = getattr(spec, field)
         if align not in (2, 4, 8, 16) or align < spec.dtype.bytes:
@@ -139,9 +152,10 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             return f"tensor maps need sm_90, not sm_{sm}"
         if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
             return "tensor maps need rows aligned to 16 bytes"
-    if spec.bm * spec.bn > 128 * 32 * spec.multiplying_warps:
+    most = 64 if spec.tf32x3 else 128  # with split factors, a step has sums of its own
+    if spec.bm * spec.bn > most * 32 * spec.multiplying_warps:
         return (
-            f"{spec.bm}x{spec.bn} sums take more than 128 registers a thread of "
+            f"{spec.bm}x{spec.bn} sums take more than {most} registers a thread of "
             f"{spec.multiplying_warps} warps"
         )
     shared, _ = estimated_resources(spec, sm)
@@ -155,10 +169,18 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
         return f"warp specialisation is written for the wgmma of sm_90, not sm_{sm}"
     if spec.warps not in (8, 12, 16):
         return f"{spec.warps} warps: 8, 12 or 16, of which one warpgroup loads, are supported"
+    if spec.bias_matrix:
+        return "it takes a vector C only"
+    if spec.tf32x3:
+        if (spec.warps, spec.bn if spec.swap else spec.bm) != (16, 128):
+            return "of split factors it computes tiles of 128 rows, or columns, with 16 warps"
+        if spec.trans_a or spec.trans_b == spec.swap:
+            return "of split factors the right one must be contiguous along K: nt, or nn swapped"
+        return None
     if spec.bm not in (64 * spec.consumers, 128 * spec.consumers):
         return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
-    if spec.swap or spec.bias_matrix:
-        return "it computes upright tiles and takes a vector C only"
+    if spec.swap:
+        return "it computes upright tiles only"
     if spec.precision is Precision.IEEE:
         return "wgmma has no ieee precision"
     if spec.dtype is Dtype.F32 and (spec.trans_a or not spec.trans_b):
@@ -207,7 +229,8 @@ def is_wide(spec: KernelSpec, sm: int) -> bool:
     and not on mma.sync or the scalar units, which read registers.
     """
     rows = spec.bn if spec.swap else spec.bm
-    return sm in (90, 100) and spec.precision is Precision.TF32 and rows >= 64 and spec.warps >= 4
+    scalar = spec.precision is Precision.IEEE and not spec.tf32x3
+    return sm in (90, 100) and not scalar and rows >= 64 and spec.warps >= 4
 
 
 def left_is_k_major(spec: KernelSpec) -> bool:
@@ -227,7 +250,9 @@ def interpreted(spec: KernelSpec) -> KernelSpec:
     """
     if spec.family is not Family.GEMM_WS:
         return spec
-    return replace(spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, split_k=False)
+    return replace(
+        spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, swap=False, split_k=False
+    )
 
 
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
@@ -250,6 +275,9 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         else (spec.align_b, spec.bk * spec.bn * e)
     )
     loop = 0
+    if wide and spec.tf32x3:  # the lower part of the right factor, and all of it where not K-major
+        copied = spec.family is Family.GEMM_TMA and not right_is_k_major(spec)
+        loop = right[1] * (2 if copied else 1)
     for (align, tile), k_major, is_left in (
         (left, left_is_k_major(spec), True),
         (right, right_is_k_major(spec), False),
@@ -257,8 +285,9 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         if not _is_async(align):
             loop += tile * (2 if sm == 100 else 1)
             continue
-        buffers = spec.stages if wide else max(spec.stages - 1, 1)
-        if wide and spec.dtype is Dtype.F32 and not k_major:
+        # Factors that are split leave their buffers for registers.
+        buffers = spec.stages if wide and not spec.tf32x3 else max(spec.stages - 1, 1)
+        if wide and spec.dtype is Dtype.F32 and not k_major and not spec.tf32x3:
             # The left factor leaves its buffer for registers early, the right one for a copy.
             copied = sm == 100 and spec.family is Family.GEMM_TMA
             buffers += -1 if is_left else 2 * copied
@@ -275,6 +304,10 @@ def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
     rows, columns = spec.y_box
     ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * spec.dtype.bytes + 16)
     stores = 2 * spec.consumers * rows * columns * spec.dtype.bytes
+    if spec.tf32x3:
+        right = spec.bm if spec.swap else spec.bn
+        ring += spec.stages * (right * spec.bk * spec.dtype.bytes + 8)  # its lower parts
+        ring += 8 * right  # moves rows and columns between layouts
     registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     return ring + stores + 80 * spec.consumers + 90, registers
 
@@ -290,6 +323,12 @@ def ws_register_limit(spec: KernelSpec) -> int | None:
 def _estimated_registers(spec: KernelSpec, sm: int) -> int:
     threads = 32 * spec.warps
     sums = spec.bm * spec.bn // threads
+    if spec.tf32x3:  # sums, those of one step, and the left factor in its parts
+        left = (spec.bn if spec.swap else spec.bm) * spec.bk // threads
+        addresses = (spec.bm + spec.bn) * spec.bk * spec.dtype.bytes // threads
+        addresses = 24 + addresses // min(spec.align_a, spec.align_b)
+        by_pointer = spec.family is Family.GEMM_POINTER
+        return min(255, 2 * sums + 2 * left + 28 + (addresses if by_pointer else 0))
     if spec.precision is Precision.IEEE:
         return 2 * sums + 48  # as many again for the factors
     if spec.family is Family.GEMM_TMA:
@@ -387,6 +426,9 @@ SPECIALIZED = (
     Tile(128, 64, 64, 8, 2, "s"),
     Tile(64, 64, 128, 8, 1, "s"),
 )
+# The same for split factors, which need another warpgroup that splits: fp32 NT and NN.
+SPECIALIZED_SPLIT = (Tile(128, 128, 64, 16, 1, "sf"), Tile(128, 64, 64, 16, 1, "sf"))
+SPECIALIZED_SPLIT_SWAPPED = (Tile(128, 128, 64, 16, 1, "sf"), Tile(64, 128, 64, 16, 1, "sf"))
 # Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for
 # registers.
 UNALIGNED = (
@@ -401,6 +443,26 @@ IEEE = (
     Tile(64, 128, 32, 8, 2, "f"),
     Tile(64, 64, 32, 8, 2, "sft"),
     Tile(16, 128, 32, 4, 2, "sft"),
+)
+# fp32 on tensor cores, by three TF32 products.
+WIDE_SPLIT = (
+    Tile(128, 128, 64, 8, 1, "sf"),
+    Tile(64, 128, 64, 4, 2, "sf"),
+    Tile(128, 64, 64, 4, 2, "f"),
+    Tile(64, 64, 64, 4, 3, "sft"),
+    Tile(16, 64, 128, 4, 2, "sft", swap=True),
+    Tile(32, 128, 64, 4, 3, "sf", swap=True),
+    Tile(64, 128, 64, 4, 2, "sf", swap=True),
+)
+WIDE_SPLIT_UNALIGNED = (
+    Tile(128, 128, 32, 8, 1, "f"),
+    Tile(64, 64, 32, 4, 3, "sft"),
+    Tile(16, 64, 64, 4, 3, "sf", swap=True),
+)
+NARROW_SPLIT = (
+    Tile(128, 128, 32, 8, 1, "sf"),
+    Tile(64, 64, 32, 4, 2, "sft"),
+    Tile(16, 64, 64, 4, 2, "sft"),
 )
 # A full matrix C is read through registers at the end, beside the accumulators.
 MATRIX_BIAS = (Tile(128, 128, 64, 8, 1, ""), Tile(64, 64, 64, 4, 2, "ft"))
@@ -489,16 +551,44 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
         out += _expand(MATRIX_BIAS[1:], replace(least, bias_matrix=True), sm)
 
         if dtype is Dtype.F32:
-            for spec in (pointer, least):
-                out += _expand(IEEE, replace(spec, precision=Precision.IEEE), sm)
-            spec = replace(least, precision=Precision.IEEE, bias_matrix=True)
-            out += _expand(IEEE[2:3], spec, sm)
+            out += _ieee(aligned, sm)
     if trial:
         for dtype, layout in product(Dtype, (NN, NT)):
             out += _expand(
                 SPECIALIZED, KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout), sm
             )
+        split = KernelSpec(
+            Family.GEMM_WS, Dtype.F32, 128, 16, 16, 16, 2, *NT, precision=Precision.IEEE,
+            tf32x3=True,
+        )  # fmt: skip
+        out += _expand(SPECIALIZED_SPLIT, split, sm)
+        out += _expand(SPECIALIZED_SPLIT_SWAPPED, replace(split, trans_b=False), sm)
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
+
+
+def _ieee(aligned: KernelSpec, sm: int) -> Iterator[KernelSpec]:
+    """The kernels of fp32's own accuracy in one layout: on the scalar units, and, for all that is
+    not small, on the tensor cores of sm_80 and sm_90. Three TF32 products take less time than one
+    of the scalar units there; on sm_86, 89 and 120 TF32 is only twice as fast. On sm_100 they are
+    untried.
+    """
+    aligned = replace(aligned, precision=Precision.IEEE)
+    layout = Layout(aligned.trans_a, aligned.trans_b)
+    pointer = replace(aligned, family=Family.GEMM_POINTER)
+    least = _aligned(pointer, 4, 4, 4)
+    yield from _expand(IEEE, least, sm)
+    yield from _expand(IEEE[2:3], replace(least, bias_matrix=True), sm)
+    if sm not in (80, 90):
+        yield from _expand(IEEE, pointer, sm)
+        return
+    wide = sm == 90
+    split = replace(aligned, tf32x3=True)
+    yield from dict.fromkeys(_expand(WIDE_SPLIT if wide else NARROW_SPLIT, split, sm))
+    yield from _expand(MATRIX_BIAS[1:], replace(split, bias_matrix=True), sm)
+    tiles = WIDE_SPLIT_UNALIGNED if wide else NARROW_SPLIT[1:]
+    for aligns in _classes(layout, 4):
+        spec = replace(_aligned(pointer, *aligns), tf32x3=True)
+        yield from _expand(tiles, spec, sm)
 
 
 def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:

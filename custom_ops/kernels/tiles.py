@@ -97,6 +97,12 @@ def slice_of(K, part, split, BK: tl.constexpr, SPLIT_K: tl.constexpr):
 
 
 @triton.jit
+def truncated(x):
+    """x with the 10 mantissa bits that the tensor core sees of an f32; Inf stays Inf."""
+    return (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr):
     """acc + a @ b, or its transpose for SWAP: the wide side of the tensor core then covers the
     columns of b.
@@ -106,7 +112,7 @@ def multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.c
     scaled by 1 + 0.72 * 2^-11 first, a factor is right on average, values of 10 bits stay exact,
     and NaN and Inf stay what they are. On wgmma it also makes the compiler feed the left factor
     from registers, where it may be stored along either dimension; in shared memory TF32 must be
-    K-major.
+    K-major. "nan" makes all NaNs quiet: of others, truncation may leave Inf.
     """
     if SWAP:
         left = tl.trans(b)
@@ -114,7 +120,12 @@ def multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.c
     else:
         left = a
         right = b
-    if ROUND != "none":
+    if PRECISION == "tf32x3":
+        return multiply_split(left, right, acc, ROUND)
+    if ROUND == "nan":
+        left += 0.0
+        right += 0.0
+    elif ROUND != "none":
         left *= 1.00035156
     if ROUND == "both":
         right *= 1.00035156
@@ -122,6 +133,44 @@ def multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.c
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def multiply_split(left, right, acc, ROUND: tl.constexpr):
+    """acc + left @ right in the accuracy class of fp32, by three TF32 products.
+
+    Each factor is a sum of its leading 11 bits and the other 13, of which the tensor core takes
+    11. What is left out would shrink a product by 2.9e-7 on average, at most 2^-19.2; the lower
+    parts are scaled up by all that leaves values of 11 bits exact, which makes 0.3e-7 and 2^-20 of
+    it. The tensor core truncates its sums, too: over a long K that would add up (to 3e-5 over 4096
+    terms of one sign), so each step starts from zero, smallest products first, and is added to
+    `acc` with rounding.
+
+    An Inf or NaN leaves NaN wherever it has a part (Inf - Inf): see `has_nan`. Below 2^-113 bits
+    of the lower part are lost, since it cannot be less than 2^-136.
+    """
+    high_left = truncated(left)
+    low_left = (left - high_left) * 1.00048
+    high_right = truncated(right)
+    low_right = (right - high_right) * 1.00048
+    if INTERPRETED:
+        low_left = truncated(low_left)
+        low_right = truncated(low_right)
+    elif ROUND != "both":
+        high_right = right  # stays in the shared memory that it was loaded to; truncated there
+    part = tl.dot(low_left, high_right, input_precision="tf32")
+    part = tl.dot(high_left, low_right, part, input_precision="tf32")
+    part = tl.dot(high_left, high_right, part, input_precision="tf32")
+    return acc + part
+
+
+@triton.jit
+def has_nan(acc):
+    """Whether a tile holds NaN; in the interpreter, which has no quick reduction, always true."""
+    if INTERPRETED:
+        return True
+    else:
+        return tl.max((acc != acc).to(tl.int32)) > 0
 
 
 @triton.jit

@@ -35,6 +35,7 @@ constexpr double kBandwidthShare = 0.90;  // of the memory's data-sheet figure
 constexpr double kMmaShare = 0.90;        // of the data-sheet rate, in the steady state of a K loop
 constexpr double kWarpMmaShare = 0.60;    // mma.sync against wgmma; taken for tcgen05, too
 constexpr double kTransposeBytesPerClock = 37;  // of a TF32 factor that is not contiguous along K
+constexpr double kSplitElementsPerClock = 20;   // of factors for three TF32 products, one SM
 constexpr double kFmaShare = 0.54;              // IEEE fp32: operands come from shared memory
 constexpr double kSharedBytesPerClock = 100;    // one SM
 constexpr double kLoneL2Share = 1.32;       // of the L2's bytes per clock, where few blocks draw
@@ -71,8 +72,11 @@ double smooth_max(std::initializer_list<double> limits) {
   return std::cbrt(sum);
 }
 
-// One warpgroup of a persistent kernel does nothing but load.
-int multiplying_warps(const mp_kernel& k) { return k.persistent ? k.warps - 4 : k.warps; }
+// One warpgroup of a persistent kernel does nothing but load, another one nothing but split
+// factors.
+int multiplying_warps(const mp_kernel& k) {
+  return k.persistent ? k.warps - (k.tf32x3 ? 8 : 4) : k.warps;
+}
 
 // Split-K: the time in which a block stores its partial tile, or adds up one slice of it.
 double slice_clocks(const mp_kernel& k) {
@@ -86,7 +90,7 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
 
   // Rows on the side that the instruction lays out over warps: the transposed tile swaps them.
   const int rows = k.swap ? k.bn : k.bm, columns = k.swap ? k.bm : k.bn;
-  const bool fma = k.dtype == MP_F32 && k.precision == MP_IEEE;
+  const bool fma = k.dtype == MP_F32 && k.precision == MP_IEEE && !k.tf32x3;
   // wgmma (sm_90) and tcgen05 (sm_100) read their operands from shared memory themselves.
   const bool wide_unit = model.sm == 90 || model.sm == 100;
   const bool warpgroup = wide_unit && !fma && rows >= 64 && k.warps >= 4;
@@ -94,8 +98,11 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
                 : k.dtype == MP_F32 ? model.mma_tf32 * kMmaShare
                                     : model.mma_f16 * kMmaShare;
   if (wide_unit && !fma && !warpgroup) rate *= kWarpMmaShare;
-  double multiply = double(rows) * columns * k.bk / rate;
-  if (warpgroup && k.dtype == MP_F32 && (k.trans_a || !k.trans_b)) {
+  double multiply = double(rows) * columns * k.bk * (k.tf32x3 ? 3 : 1) / rate;
+  if (k.tf32x3) {
+    // A persistent kernel splits beside its products.
+    if (!k.persistent) multiply += (double(rows) + columns) * k.bk / kSplitElementsPerClock;
+  } else if (warpgroup && k.dtype == MP_F32 && (k.trans_a || !k.trans_b)) {
     // wgmma reads TF32 from shared memory along K only: the factor that is stored the other way
     // goes through registers first.
     multiply += double(rows) * k.bk * bytes / kTransposeBytesPerClock;
@@ -107,6 +114,11 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
   if (!warpgroup) {
     const int across = std::max(1, static_cast<int>(std::sqrt(double(k.warps))));
     shared = a_bytes * (1 + across) + b_bytes * (1 + (k.warps + across - 1) / across);
+  } else if (k.tf32x3) {
+    // Three products with 64 rows each read the right factor; it and the left one are written, read
+    // once to be split, and the right one's lower part is written.
+    const double right_bytes = k.swap ? a_bytes : b_bytes;
+    shared = right_bytes * (3.0 * rows / 64 + 1) + 2 * (a_bytes + b_bytes);
   }
 
   // One load instruction per `align` bytes and lane. Below 4 bytes there is no asynchronous copy:
@@ -197,8 +209,9 @@ void take(const mp_cost& measured, KernelCost* cost) {
 // How much of what decides a kernel's speed two kernels share.
 int likeness(const mp_kernel& a, const mp_kernel& b) {
   if (a.family != b.family) return 0;
-  const bool same_arithmetic = element_bytes(a.dtype) == element_bytes(b.dtype) &&
-                               (a.dtype != MP_F32 || a.precision == b.precision);
+  const bool same_arithmetic =
+      element_bytes(a.dtype) == element_bytes(b.dtype) &&
+      (a.dtype != MP_F32 || (a.precision == b.precision && a.tf32x3 == b.tf32x3));
   if (!same_arithmetic) return 1;
   return a.trans_a == b.trans_a && a.trans_b == b.trans_b ? 3 : 2;
 }

@@ -178,7 +178,7 @@ typedef struct mp_kernel {
   // where the device holds that many: each block then has a partial tile in the workspace, and each
   // consumer warpgroup (warps / 4 - 1 of them) of each block a counter.
   int32_t persistent;
-  int32_t reserved;
+  int32_t tf32x3;             // 1: MP_IEEE on tensor cores, by three TF32 products of split factors
   int64_t cubin_offset, cubin_bytes;  // from the start of the file
 } mp_kernel;
 

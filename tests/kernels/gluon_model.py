@@ -41,7 +41,9 @@ class Tensor(np.ndarray):
 
     type = types.SimpleNamespace(layout=types.SimpleNamespace(instr_shape=(16, 0, 16)))
 
-    def to(self, dtype: Dtype) -> Tensor:
+    def to(self, dtype: Dtype, bitcast: bool = False) -> Tensor:
+        if bitcast:
+            return np.asarray(self).view(dtype.numpy).view(Tensor)
         return self.astype(dtype.numpy).view(Tensor)
 
     def permute(self, order: Sequence[int]) -> Tensor:
@@ -80,8 +82,14 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.array.transpose(order), self.dtype)
 
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.array[start : start + length], self.dtype)
+
     def store(self, values: Tensor) -> None:
         self.array[...] = values
+
+    def load(self, layout: Any) -> Tensor:
+        return tensor(self.array.copy())
 
 
 class Barrier:
@@ -147,19 +155,30 @@ class Accumulator:
     def finished(self, outstanding: int) -> Accumulator | Tensor:
         while len(self.pending) > outstanding:
             a, b = self.pending.pop(0)
-            product = a.astype(np.float32) @ b.astype(np.float32)
+            product = truncated(a) @ truncated(b)
             self.value = tensor(self.value + product)
         return self if self.pending else self.value
 
     shape = property(lambda self: self.value.shape)
 
 
-def warpgroup_mma(a: Shared, b: Shared, acc: Any, *, precision: str, is_async: bool) -> Accumulator:
+def truncated(values: np.ndarray) -> np.ndarray:
+    """Factors as the tensor core sees them: of f32 with 10 bits of mantissa; f16 has no more."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.int32)
+    return (bits & -8192).view(np.float32)
+
+
+def warpgroup_mma(
+    a: Shared | Tensor, b: Shared, acc: Any, *, precision: str, is_async: bool, use_acc: bool = True
+) -> Accumulator:
     assert is_async
     assert precision == "tf32"
-    if not isinstance(acc, Accumulator):
+    if not use_acc:
+        acc = Accumulator(tensor(np.zeros_like(acc)), [])
+    elif not isinstance(acc, Accumulator):
         acc = Accumulator(acc, [])
-    return Accumulator(acc.value, [*acc.pending, (a.array, b.array)])
+    left = a.array if isinstance(a, Shared) else np.array(a)
+    return Accumulator(acc.value, [*acc.pending, (left, b.array)])
 
 
 def warpgroup_mma_wait(outstanding: int, deps: tuple[Any]) -> Any:
@@ -174,6 +193,12 @@ def arange(start: int, end: int, layout: Any = None) -> Tensor:
 
 def zeros(shape: Sequence[int], dtype: Dtype, layout: Any) -> Tensor:
     return tensor(np.zeros(shape, dtype.numpy))
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    if isinstance(condition, np.ndarray):
+        return tensor(np.where(condition, x, y))
+    return x if condition else y
 
 
 def load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Any:
@@ -279,9 +304,12 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     language = _module(
         "triton.experimental.gluon.language", **{name: globals()[name] for name in names},
-        constexpr=Any, static_range=range, where=lambda c, x, y: x if c else y,
+        constexpr=Any, static_range=range, where=where, max=lambda x, axis: np.max(x, axis),
+        static_assert=lambda condition: None, BlockedLayout=lambda *shape: None,
+        DotOperandLayout=lambda index, parent, width: None,
         minimum=min, maximum=max, program_id=lambda axis: _local.block, barrier=lambda: None,
-        num_programs=lambda axis: _local.blocks, convert_layout=lambda x, layout, assert_trivial: x,
+        num_programs=lambda axis: _local.blocks,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         NVMMADistributedLayout=lambda **shape: None, SliceLayout=lambda dim, parent: None,
     )  # fmt: skip
     hopper = _module(

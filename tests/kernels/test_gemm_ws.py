@@ -142,6 +142,57 @@ def test_product(case: tuple[Any, ...], bias: str) -> None:
     assert not counters.any()
 
 
+SPLIT_CASES = [
+    # bn, bk, stages, m, n, k, batch, blocks, stream
+    (128, 32, 2, 131, 261, 70, 1, 3, False),
+    (128, 32, 3, 300, 200, 97, 2, 4, False),
+    (64, 16, 2, 70, 130, 33, 3, 5, False),
+    (64, 32, 4, 131, 261, 330, 1, 7, True),
+    (128, 16, 3, 300, 70, 60, 3, 4, True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+def test_product_of_split_factors(case: tuple[Any, ...], swap: bool, special: bool) -> None:
+    other, bk, stages, m, n, k, batch, blocks, stream = case
+    consumers, rows, width = 2, 64, 32
+    bm, bn = (other, 128) if swap else (128, other)
+    rng = np.random.default_rng(blocks)
+    a = rng.standard_normal((batch, m, k)).astype(np.float32)
+    b = rng.standard_normal((batch, k, n)).astype(np.float32)
+    if special:
+        a[0, 3, k - 1], a[0, 5, 0], b[0, 1, 7], b[0, k // 2, 9] = np.inf, -np.inf, np.nan, np.inf
+        b[0, 0, 11] = 0  # times Inf
+        b[0, k - 1] = 2  # Its lower part is 0, and so must not meet an Inf.
+    y = np.full((batch, m, n), np.nan, np.float32)
+    c = np.arange(1, 1000, dtype=np.float32) % 7
+    b_stored = b if swap else np.ascontiguousarray(b.swapaxes(1, 2))
+    workspace = np.full(blocks * bm * bn, np.nan, np.float32)
+    counters = np.zeros(blocks * consumers, np.int32)
+    f32 = model.float32
+    model.launch(
+        module("gemm_ws_x3").gemm_ws_x3, blocks,
+        model.Descriptor(a, (1, bm, bk) if swap else (1, rows, bk), f32),
+        model.Descriptor(b_stored, (1, bk, rows) if swap else (1, bn, bk), f32),
+        model.Descriptor(y, (1, width, rows) if swap else (1, rows, width), f32),
+        model.Pointer(a.ravel()), model.Pointer(b_stored.ravel()), model.Pointer(c),
+        model.Pointer(workspace), model.Pointer(counters), m, n, k, 1, batch, 1, batch, 0,
+        batch, k, n if swap else k, m * k, n * k, 0, 1, 0.5, 2.0,
+        bm, bn, bk, 8, False, not swap, swap, stream, consumers, stages,
+    )  # fmt: skip
+    wide = 0.5 * (a.astype(np.float64) @ b.astype(np.float64)) + 2 * c[:n].astype(np.float64)
+    scale = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64) + 14
+    finite = np.isfinite(wide)
+    assert finite.all() != special
+    np.testing.assert_array_equal(y[~finite], wide[~finite].astype(np.float32))
+    error = np.abs(y[finite] - wide[finite]) / scale[finite]
+    assert error.max() < 16 * 2**-24
+    assert not counters.any()
+
+
 SPEC = KernelSpec(Family.GEMM_WS, Dtype.F16, 128, 256, 64, 12, 4)
 
 

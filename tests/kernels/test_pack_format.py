@@ -37,7 +37,7 @@ def kernels() -> list[PackedKernel]:
     boxes = tuple(Descriptor((1, 64, 64 + i), i) for i in (1, 2, 3))
     return [
         PackedKernel(
-            s, f"entry_{i}", bytes([i]) * (100 + 7 * i), 1000 + i, 32 + i, launch_params(s.family),
+            s, f"entry_{i}", bytes([i]) * (100 + 7 * i), 1000 + i, 32 + i, launch_params(s),
             boxes if s.family.tensor_maps else (),
         )
         for i, s in enumerate(specs(90, trial=True)[::40])
