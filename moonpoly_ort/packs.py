@@ -7,6 +7,7 @@ path = packs.catalog(90)          # the kernel list without code: plans, no GPU,
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,11 +18,12 @@ from filelock import FileLock
 from platformdirs import user_cache_dir
 
 from .custom_ops.kernels import compiling, pack_format
-from .custom_ops.kernels.spec import SHARED_LIMIT, specs
+from .custom_ops.kernels.spec import SHARED_LIMIT, name, specs
 from .errors import DeviceError, MissingDependencyError, OutputError, PackError
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import CostTable, PackInfo
+    from .tables import Table
 
 __all__ = [
     "build_pack",
@@ -31,9 +33,11 @@ __all__ = [
     "find_pack",
     "pack_name",
     "supported_architectures",
+    "write_with_tables",
 ]
 
 Progress = Callable[[int, int, str], None]
+log = logging.getLogger("moonpoly_ort")
 
 
 def supported_architectures() -> list[int]:
@@ -75,7 +79,7 @@ def _check(path: Path, sm: int) -> PackInfo:
     return info
 
 
-def _is_current(path: Path, sm: int) -> bool:
+def _is_current(path: Path, sm: int, trial: bool = False) -> bool:
     """Whether a file is an intact pack of the present kernels.
 
     A pack made by another Triton release is rebuilt only where Triton is installed to do so.
@@ -88,7 +92,7 @@ def _is_current(path: Path, sm: int) -> bool:
         triton = compiling.triton_version()
     except MissingDependencyError:
         triton = info.triton
-    return info.sm == sm and info.key == compiling.content_key(sm, triton)
+    return info.sm == sm and info.key == compiling.content_key(sm, triton, trial=trial)
 
 
 def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | None:
@@ -104,7 +108,11 @@ def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | Non
     if named:
         _check(Path(named), sm)
         return Path(named)
-    return next((place for place in places if _is_current(place, sm)), None)
+    current = [place for place in places if _is_current(place, sm)]
+    if len(current) > 1:  # the cache's copy is there for its tables
+        measured = _measured(sm)
+        current.sort(key=lambda place: not _same(pack_format.read_tables(place), measured))
+    return current[0] if current else None
 
 
 def _measured(sm: int) -> list[CostTable]:
@@ -150,39 +158,80 @@ def build_pack(
     return target
 
 
-def _renew_tables(path: Path, sm: int) -> None:
-    """Puts the present cost tables into a pack of the cache, as after tuning; the code stays."""
-    tables = _measured(sm)
-    if _same(pack_format.read_tables(path), tables):
-        return
-    pack = pack_format.read_pack(path)
+def write_with_tables(
+    pack: str | os.PathLike[str], output: str | os.PathLike[str], measured: Sequence[Table]
+) -> Path:
+    """A copy of a pack with these tables in place of its own; the code stays.
+
+    Raises PackError (`pack` cannot be read), TableError (a table of other kernels), OutputError.
+    """
+    from .tables import cost_table
+
+    whole = pack_format.read_pack(pack)
+    names = [name(kernel.spec) for kernel in whole.kernels]
+    costs = [cost_table(table, names) for table in measured]
+    return _write_pack(Path(output), whole, costs)
+
+
+def _write_pack(target: Path, pack: pack_format.Pack, costs: Sequence[CostTable]) -> Path:
+    info = pack.info
     try:
         pack_format.write_pack(
-            path, sm, pack.kernels, tables, key=pack.info.key, triton=pack.info.triton
+            target, info.sm, pack.kernels, costs, key=info.key, triton=info.triton
         )
     except OSError as error:
-        raise PackError(f"cannot renew the cost tables in {path}: {error.strerror}") from error
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+    return target
+
+
+def _with_present_tables(found: Path, sm: int) -> Path:
+    """A pack that nobody named, with the tables that are there now, as after tuning: renewed where
+    it lies in the cache, else copied there.
+    """
+    if _same(pack_format.read_tables(found), _measured(sm)):
+        return found
+    target = cache_dir() / pack_name(sm)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return _write_pack(target, pack_format.read_pack(found), _measured(sm))
+    except (OSError, OutputError) as error:
+        if found == target:
+            raise PackError(f"cannot renew the cost tables in {found}: {error}") from error
+        log.warning(
+            "%s is used with the tables that it was built with, not with those that are there "
+            "now: they would go into a copy in the cache, and %s", found, error,
+        )  # fmt: skip
+        return found
+
+
+def _unwritable(folder: Path, error: OSError) -> str:
+    return (
+        f"cannot write the pack cache {folder}: {error.strerror}. Set XDG_CACHE_HOME to a writable "
+        "folder, or name a pack in MOONPOLY_PACK."
+    )
 
 
 def ensure_pack(
     sm: int, path: str | os.PathLike[str] | None = None, *, progress: Progress | None = None,
-    build: bool = True,
+    build: bool = True, trial: bool = False,
 ) -> Path:  # fmt: skip
     """`find_pack`, and where there is none, a pack built into the cache (minutes, with `progress`).
 
-    Where another process is building the same pack, waits for it. With `build=False`, or
-    MOONPOLY_NO_BUILD=1 in the environment, a missing pack is a PackError that says where it was
-    looked for.
+    A pack that nobody named holds the tables that are there now, the user's before shipped ones. A
+    pack with the kernels on `trial` is kept in the cache under a name of its own. Where another
+    process is building the same pack, waits for it. With `build=False`, or MOONPOLY_NO_BUILD=1 in
+    the environment, a missing pack is a PackError that says where it was looked for.
     """
-    found = find_pack(sm, path)
-    target = cache_dir() / pack_name(sm)
-    if found == target:
-        _renew_tables(target, sm)
+    target = cache_dir() / (pack_name(sm).replace(".mpk", ".trial.mpk") if trial else pack_name(sm))
+    found = (target if _is_current(target, sm, trial) else None) if trial else find_pack(sm, path)
+    named = bool(path or os.environ.get("MOONPOLY_PACK"))
+    if found is not None and not trial and (found == target or not named):
+        return _with_present_tables(found, sm)
     if found is not None:
         return found
     if not build or os.environ.get("MOONPOLY_NO_BUILD", "0") not in ("", "0"):
         reason = "MOONPOLY_NO_BUILD is set" if build else "the caller forbids building"
-        searched = ", ".join(map(str, _places(sm)))
+        searched = ", ".join(map(str, [target] if trial else _places(sm)))
         raise PackError(
             f"no current kernel pack for sm_{sm}, and {reason}. Looked for: $MOONPOLY_PACK (not "
             f"set), {searched}. Build one with `moonpoly pack --arch sm_{sm}`."
@@ -190,13 +239,11 @@ def ensure_pack(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
-            if not _is_current(target, sm):  # else another process built it meanwhile
-                build_pack(sm, target, tables=_measured(sm), progress=progress)
+            if not _is_current(target, sm, trial):  # else another process built it meanwhile
+                tables = [] if trial else _measured(sm)
+                build_pack(sm, target, tables=tables, progress=progress, trial=trial)
     except OSError as error:
-        raise PackError(
-            f"cannot write the pack cache {target.parent}: {error.strerror}. Set XDG_CACHE_HOME to "
-            "a writable folder, or name a pack in MOONPOLY_PACK."
-        ) from error
+        raise PackError(_unwritable(target.parent, error)) from error
     return target
 
 
