@@ -121,12 +121,25 @@ def _show(outcome: Outcome) -> None:
         if q is not None
     ]
     columns = ("best / chosen", "mean", "worst", "shapes", "choices not timed", "median error")
+    if (checked := outcome.verified) is not None:
+        for name, mean, worst in (
+            ("timed on other shapes", checked.mean, f"{checked.worst:.3f}"),
+            ("the same without a table", checked.untuned_share, ""),
+        ):
+            rows.append((name, f"{mean:.4f}", worst, len(checked.checks), 0, ""))
     out.print(table("", columns, rows))
+    if checked is not None:
+        worst_rows = [
+            (c.shape, f"{c.share:.3f}", f"{c.tuned_us:.2f}", c.tuned, f"{c.best_us:.2f}", c.best)
+            for c in checked.checks[:5]
+        ]
+        head = ("furthest from the best", "share", "us", "plan", "best, us", "candidate")
+        out.print(table("", head, worst_rows))
     lines = [
         f"{outcome.gpu}: {outcome.kernels} kernels measured on {outcome.shapes} shapes "
         f"({outcome.timings} timings) in {outcome.seconds:.0f} s; {outcome.left} shapes left",
         f"memory bandwidth {fitted.bandwidth:.0f} GB/s fits best",
-        f"without a table this GPU would run at {fitted.untuned:.3f} of its tuned speed "
+        f"without a table this GPU runs at {(checked or fitted).untuned:.3f} of its tuned speed "
         "(geometric mean)",
         f"{len(outcome.dropped)} kernels dropped, {len(outcome.blocked)} blocked as wrong",
     ]

@@ -45,11 +45,17 @@ class Kernels:
         found = []
         for index, name, splits, persistent in self._classes.get(key, ()):
             grids = set()  # splits beyond what the device holds make the same persistent launch
-            for split in SPLITS if splits else (1,):
+            seen = set()
+            # 0: as many slices as the planner likes best, which may be none of the fixed numbers.
+            for split in (0, *SPLITS) if splits else (1,):
                 try:
                     plan = self.pack.plan(self.device, problem, kernel=index, split=split)
                 except MoonPolyError:
                     continue  # not legal for this problem
+                split = plan.regions[0].split
+                if split in seen:
+                    continue
+                seen.add(split)
                 if persistent and plan.regions[0].grid in grids:
                     continue
                 grids.add(plan.regions[0].grid)

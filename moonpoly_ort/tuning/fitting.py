@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .. import native
+from .. import native, tables
 from ..custom_ops.kernels import pack_format
 from ..custom_ops.kernels.spec import Precision
 from .shapes import Shape
@@ -63,6 +63,10 @@ class Planner:
         """A catalog whose table holds these costs, zeros for what was not measured."""
         return self._pack([pack_format.CostTable(self.device.name, self.device.sm_count, bandwidth,
                                                  self.launch_us, costs)])  # fmt: skip
+
+    def with_table(self, table: tables.Table) -> native.Pack:
+        """A catalog with a table as packs hold it."""
+        return self._pack([tables.cost_table(table, self.names)])
 
     def without_table(self) -> native.Pack:
         """A catalog for the analytic model."""

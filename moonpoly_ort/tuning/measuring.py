@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -133,15 +133,25 @@ class Measurer:
         self._workspace = _Pool(gpu, None, effort.chunk)
         self._flushed = gpu.allocate(2 * self._l2)
         self._counters, self._counter_count = 0, 0
-        count = max(effort.quick_replays, effort.finalists)
-        self._stopwatches = [Stopwatch(gpu) for _ in range(count)]
+        self._stopwatches = [Stopwatch(gpu) for _ in range(effort.quick_replays)]
 
-    def time(self, shape: Shape, candidates: Sequence[Candidate]) -> list[Timed]:
-        """The time of every candidate, in the order given. Raises DeviceError."""
+    def time(
+        self, shape: Shape, candidates: Sequence[Candidate], always: Collection[str] = ()
+    ) -> list[Timed]:
+        """The time of every candidate, in the order given; those named in `always` are among the
+        finalists. Raises DeviceError."""
         if not candidates:
             return []
         quick = self._quick(shape, candidates)
-        careful = self._finals(shape, candidates, quick)
+        best = min(quick)
+        order = sorted(range(len(quick)), key=quick.__getitem__)[: self.effort.finalists]
+        chosen = [
+            index
+            for index, (candidate, us) in enumerate(zip(candidates, quick, strict=True))
+            if (index in order and us <= self.effort.near * best) or candidate.name in always
+        ]
+        finals = self._finals(shape, [candidates[index] for index in chosen], best)
+        careful = dict(zip(chosen, finals, strict=True))
         return [
             Timed(candidate.name, candidate.split, careful.get(index, us), index in careful)
             for index, (candidate, us) in enumerate(zip(candidates, quick, strict=True))
@@ -163,27 +173,24 @@ class Measurer:
             best = min(best, found[-1])
         return found
 
-    def _finals(
-        self, shape: Shape, candidates: Sequence[Candidate], quick: list[float]
-    ) -> dict[int, float]:
-        """Median microseconds of the fastest, by their place among the candidates."""
-        order = sorted(range(len(quick)), key=quick.__getitem__)[: self.effort.finalists]
-        best = quick[order[0]]
-        chosen = [index for index in order if quick[index] <= self.effort.near * best]
+    def _finals(self, shape: Shape, candidates: Sequence[Candidate], best: float) -> list[float]:
+        """Median microseconds of candidates that take turns; `best`: about what they take."""
         launches = launches_for(best, CAREFUL_US, CAREFUL_LAUNCHES)
         work = self._work(shape, launches)
-        samples: dict[int, list[float]] = {index: [] for index in chosen}
+        while len(self._stopwatches) < len(candidates):
+            self._stopwatches.append(Stopwatch(self.gpu))
+        samples: list[list[float]] = [[] for _ in candidates]
         with ExitStack() as stack:
-            graphs = [stack.enter_context(self._record(work, candidates[i])) for i in chosen]
+            graphs = [stack.enter_context(self._record(work, one)) for one in candidates]
             for graph in graphs:
                 graph.replay()  # the first time a graph is also sent to the device
             for _ in range(self.effort.rounds):
                 for graph, stopwatch in zip(graphs, self._stopwatches, strict=False):
                     self._queue(graph, stopwatch)
                 self.gpu.wait()
-                for index, stopwatch in zip(chosen, self._stopwatches, strict=False):
-                    samples[index].append(stopwatch.us())
-        return {index: statistics.median(taken) / launches for index, taken in samples.items()}
+                for taken, stopwatch in zip(samples, self._stopwatches, strict=False):
+                    taken.append(stopwatch.us())
+        return [statistics.median(taken) / launches for taken in samples]
 
     def _replays(self, graph: Graph, times: int) -> list[float]:
         """Microseconds of whole replays."""

@@ -6,27 +6,30 @@ import datetime
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from .. import native, packs, tables
 from ..custom_ops.kernels import pack_format
 from ..errors import ArgumentError, DeviceError, OutputError, TableError
 from . import busy, cuda, journal, shapes
-from .candidates import VENDOR_NAME, Kernels, promising, vendor
+from .candidates import VENDOR_NAME, Candidate, Kernels, promising, vendor
 from .fitting import Fitted, Planner, Row, fit_all
 from .gate import gate
 from .measuring import Effort, Measurer, bandwidth_gbps, launch_us
 from .schedule import Group, Schedule
 from .selecting import superfluous
 from .shapes import LAYOUTS, NUMBERS, Shape
+from .verifying import Verified, fresh, verify
 from .weights import weights
 
 SLOWEST = 2.5  # candidates predicted to take more times the best are not tried
 LONGEST_US = 800.0  # longer products show nothing that shorter ones do not
 MEMORY_SHARE = 0.5  # of the free device memory, that operands may take
 COPIED_BYTES = 1 << 29  # to measure the bandwidth: far beyond L2
+VERIFY_SHARE = 0.1  # of the budget, on top of it
 ROWS = (1, 4096)
 
 Report = Callable[[int, int, str], None]  # done, in all, what
@@ -74,6 +77,7 @@ class Outcome:
     table: Path
     journal: Path
     fitted: Fitted
+    verified: Verified | None  # None: nothing was timed with the table
     shapes: int  # measured, those of earlier runs included
     left: int  # shapes for which the time did not suffice
     timings: int
@@ -94,6 +98,11 @@ class Outcome:
             if quality is not None:
                 fields = ("mean", "worst", "shapes", "untimed", "error")
                 fitted[name] = {field: getattr(quality, field) for field in fields}
+        if self.verified is not None:
+            names = ("mean", "worst", "untuned", "untuned_share")
+            fitted["verified"] = {name: getattr(self.verified, name) for name in names} | {
+                "checks": [asdict(check) for check in self.verified.checks]
+            }
         plain = {
             name: getattr(self, name)
             for name in ("gpu", "shapes", "left", "timings", "kernels", "blocked", "dropped",
@@ -144,15 +153,21 @@ def tune(
         "device": {name: getattr(device, name) for name, *_ in device._fields_ if name != "_name"},
     }  # fmt: skip
     path = folder / journal.file_name(device.name, key)
-    deadline = begun + 60 * options.minutes
-    with journal.Journal(path, header, fresh=options.fresh) as book:
+    with (
+        journal.Journal(path, header, fresh=options.fresh) as book,
+        Bench(options, device, pack) as bench,
+    ):
         if book.record.timings:
             say(f"{len(book.record.timings)} shapes were measured before ({path})")
-        left = _measure(options, device, pack, groups, book, deadline, report, say)
+        left = bench.measure(groups, book, begun + 60 * options.minutes, report, say)
         if not book.record.facts.get("clocks"):
             book.facts(book.record.facts | {"clocks": busy.state(bus)[1]})
-        outcome = _conclude(options, book.record, path, pack, folder, left, begun, say)
-    return outcome
+
+        def verified(planner: Planner, table: tables.Table) -> Verified | None:
+            say("timing the plans that the table gives, on other shapes")
+            return bench.verify(planner, table, groups, book.record, report)
+
+        return _conclude(options, book.record, path, pack, folder, left, begun, say, verified)
 
 
 def refit(
@@ -223,49 +238,93 @@ def _pack(options: Options, sm: int, report: Report) -> Path:
     return packs.ensure_pack(sm, progress=report, trial=options.trial)
 
 
-def _measure(
-    options: Options, device: native.Device, pack: Path, groups: Mapping[Group, list[Shape]],
-    book: journal.Journal, deadline: float, report: Report, say: Callable[[str], None],
-) -> int:  # fmt: skip
-    """Checks kernels and times shapes until all are done or the time is up: how many are left."""
-    with (
-        tempfile.TemporaryDirectory(prefix="moonpoly-tune-") as scratch,
-        native.Pack(pack) as loaded,
-        native.Launcher(loaded, options.gpu) as launcher,
-        cuda.Gpu(options.gpu) as gpu,
-        # The same kernels without a table: what was measured before must play no part.
-        Planner(pack, device, 0.0, Path(scratch)).without_table() as catalog,
-    ):
+class Bench:
+    """A pack on a GPU, ready to be measured; a context manager."""
+
+    def __init__(self, options: Options, device: native.Device, pack: Path) -> None:
+        self.options, self.device = options, device
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpoly-tune-"))
+            self.loaded = stack.enter_context(native.Pack(pack))
+            self.launcher = stack.enter_context(native.Launcher(self.loaded, options.gpu))
+            self.gpu = stack.enter_context(cuda.Gpu(options.gpu))
+            # The same kernels without a table: what was measured before must play no part.
+            planner = Planner(pack, device, 0.0, Path(scratch))
+            self.catalog = stack.enter_context(planner.without_table())
+            self._stack = stack.pop_all()
+        self._limit = int(self.gpu.free_bytes() * MEMORY_SHARE / 2)
+        self._measurer = Measurer(self.gpu, self.launcher, device, options.effort)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def measure(
+        self, groups: Mapping[Group, list[Shape]], book: journal.Journal, deadline: float,
+        report: Report, say: Callable[[str], None],
+    ) -> int:  # fmt: skip
+        """Checks kernels and times shapes until all are done or the time is up: how many are
+        left."""
         if not book.record.facts:
-            copied = min(COPIED_BYTES, gpu.free_bytes() // 8 // 4 * 4)
-            facts = {
-                "bandwidth_gbps": bandwidth_gbps(gpu, copied),
-                "launch_us": launch_us(gpu),
-                "triton": loaded.header.triton.decode(),
-            }
+            copied = min(COPIED_BYTES, self.gpu.free_bytes() // 8 // 4 * 4)
+            facts = {"bandwidth_gbps": bandwidth_gbps(self.gpu, copied),
+                     "launch_us": launch_us(self.gpu)}  # fmt: skip
             book.facts(facts)
+        only = self.options.only
         wanted = [
-            index for index, kernel in enumerate(catalog.kernels)
-            if _concerns(kernel, groups) and options.only in kernel.name
+            index for index, kernel in enumerate(self.catalog.kernels)
+            if _concerns(kernel, groups) and only in kernel.name
         ]  # fmt: skip
         say(f"checking {len(wanted)} kernels against float64")
-        gate(gpu, launcher, catalog, device, book, wanted, report)
+        gate(self.gpu, self.launcher, self.catalog, self.device, book, wanted, report)
         for name, fault in book.record.blocked.items():
             say(f"wrong, and never used: {name} ({fault})")
-        kernels = Kernels(catalog, device, book.record.blocked, lambda name: options.only in name)
-        limit = int(gpu.free_bytes() * MEMORY_SHARE / 2)
-        measurer = Measurer(gpu, launcher, device, options.effort)
+        kernels = self._kernels(book.record)
         schedule = Schedule(groups, book.record.timings)
         total = len(schedule)
         say(f"timing {total} shapes")
         while time.monotonic() < deadline and (shape := schedule.next()) is not None:
             started = time.monotonic()
-            _time_shape(shape, catalog, device, kernels, measurer, book, limit)
+            self._time(shape, kernels, book)
             schedule.spent(shape, time.monotonic() - started)
             report(total - len(schedule), total, str(shape))
         if len(schedule):
             say(f"the time is up: {len(schedule)} of {total} shapes are left for another run")
         return len(schedule)
+
+    def verify(
+        self, planner: Planner, table: tables.Table, groups: Mapping[Group, list[Shape]],
+        record: journal.Record, report: Report,
+    ) -> Verified | None:  # fmt: skip
+        """Times the plans that a table gives on shapes that it was not made from."""
+        deadline = time.monotonic() + 60 * self.options.minutes * VERIFY_SHARE
+        with planner.with_table(table) as tuned:
+            return verify(
+                fresh(groups, record.timings), self._measurer, self._kernels(record), tuned,
+                self.device, deadline, self._fits, report,
+            )  # fmt: skip
+
+    def _kernels(self, record: journal.Record) -> Kernels:
+        only = self.options.only
+        return Kernels(self.catalog, self.device, record.blocked, lambda name: only in name)
+
+    def _fits(self, shape: Shape, chosen: list[Candidate]) -> bool:
+        """Whether a shape is neither too large nor too slow to be timed."""
+        short = bool(chosen) and chosen[0].plan.predicted_us <= LONGEST_US
+        return short and sum(shape.operand_bytes) <= self._limit
+
+    def _time(self, shape: Shape, kernels: Kernels, book: journal.Journal) -> None:
+        """Times what may compute a shape, and notes it; nothing, where it does not fit."""
+        problem = shape.problem()
+        chosen = promising(kernels.legal(problem), SLOWEST)
+        if not self._fits(shape, chosen):
+            book.timed(shape, [])
+            return
+        other = vendor(self.catalog, self.device, problem)
+        book.timed(shape, self._measurer.time(shape, [*chosen, *([other] if other else [])]))
 
 
 def _concerns(kernel: native.KernelRecord, groups: Mapping[Group, list[Shape]]) -> bool:
@@ -277,24 +336,10 @@ def _concerns(kernel: native.KernelRecord, groups: Mapping[Group, list[Shape]]) 
     )
 
 
-def _time_shape(
-    shape: Shape, catalog: native.Pack, device: native.Device, kernels: Kernels,
-    measurer: Measurer, book: journal.Journal, limit: int,
-) -> None:  # fmt: skip
-    """Times what may compute a shape, and notes it: nothing, where it is too large or too slow."""
-    problem = shape.problem()
-    chosen = promising(kernels.legal(problem), SLOWEST)
-    too_large = sum(shape.operand_bytes) > limit
-    if not chosen or too_large or chosen[0].plan.predicted_us > LONGEST_US:
-        book.timed(shape, [])
-        return
-    other = vendor(catalog, device, problem)
-    book.timed(shape, measurer.time(shape, [*chosen, *([other] if other else [])]))
-
-
 def _conclude(
     options: Options, record: journal.Record, path: Path, pack: Path, folder: Path, left: int,
     begun: float, say: Callable[[str], None],
+    verified: Callable[[Planner, tables.Table], Verified | None] = lambda planner, table: None,
 ) -> Outcome:  # fmt: skip
     """Fits the costs, chooses the set, writes the table."""
     header, facts = record.header, record.facts
@@ -317,15 +362,17 @@ def _conclude(
         fitted = fit_all(planner, rows, float(facts["bandwidth_gbps"]))
         dropped = [] if options.keep_all or options.model else _dropped(planner, record)
         table = _table(planner, record, fitted, dropped)
-    target = folder / table.name
-    tables.dump(table, target)
+        target = folder / table.name
+        tables.dump(table, target)
+        checked = verified(planner, table)
     if options.tuned_pack is not None:
         packs.write_with_tables(pack, options.tuned_pack, [table])
     best = [min(times, key=lambda t: t.us).name for times in record.timings.values() if times]
     seen = any(t.name == VENDOR_NAME for _, t in journal.rows(record))
     return Outcome(
         gpu=device.name, table=target, journal=path, fitted=fitted,
-        shapes=len(record.timings), left=left, timings=len(rows), kernels=len(table.costs),
+        verified=checked, shapes=len(record.timings), left=left, timings=len(rows),
+        kernels=len(table.costs),
         blocked=record.blocked, dropped=tuple(dropped),
         vendor_wins=best.count(VENDOR_NAME) / len(best) if seen else None,
         seconds=time.monotonic() - begun,

@@ -25,8 +25,8 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 LIGHT = ("tn", "tt")  # transposed A is rare in models: fewer shapes
 HEADS = (32, 64, 80, 96, 128)
 # Shapes of a class: (matrix products beside the anchors, batched products).
-DRAWN, BATCHED = 45, 24
-LIGHT_SHAPES, LIGHT_BATCHED = 24, 6
+DRAWN, BATCHED = 60, 36
+LIGHT_SHAPES, LIGHT_BATCHED = 28, 8
 
 
 def element_bytes(number: str) -> int:

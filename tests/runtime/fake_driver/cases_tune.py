@@ -28,8 +28,13 @@ SIZES = [(1, 64, 64), (37, 256, 512), (300, 512, 256), (17, 129, 64), (64, 128, 
 
 
 def wanted(kernel: pack_format.PackedKernel) -> bool:
+    """A few kernels of one class, of every sort."""
     spec = kernel.spec
-    return (str(spec.dtype), spec.trans_a, spec.trans_b) == ("f16", False, False) and spec.bm <= 64
+    if (str(spec.dtype), spec.trans_a, spec.trans_b) != ("f16", False, False) or spec.bm > 64:
+        return False
+    if spec.family.tensor_maps:
+        return (spec.bm, spec.bn) in ((64, 64), (64, 128), (16, 128))
+    return spec.align_a == spec.align_b == 2
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +57,9 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONPOLY_PACK", raising=False)
     smi(tmp_path / "bin", monkeypatch)
 
-    def few(number: str, layout: str) -> dict[Any, list[shapes.Shape]]:
-        plain = [shapes.Shape(number, layout, *size) for size in SIZES]
+    def few(number: str, layout: str, seed: int = 0) -> dict[Any, list[shapes.Shape]]:
+        sizes = [(m + seed, n, k) for m, n, k in SIZES]
+        plain = [shapes.Shape(number, layout, *size) for size in sizes]
         many = [shapes.Shape(number, layout, 33, 64, 80, 4)]
         return {(number, layout, False): plain, (number, layout, True): many}
 
@@ -97,6 +103,15 @@ def test_a_table_is_made_and_sessions_find_it(pack: Path, bench: Bench, tmp_path
     assert outcome.fitted.own.mean > 0.97
     assert outcome.fitted.own.mean >= outcome.fitted.analytic.mean
     assert 0 < outcome.fitted.untuned <= 1.001
+    checked = outcome.verified
+    assert checked is not None
+    assert len(checked.checks) == len(SIZES)  # the batched shape was fitted to
+    assert checked.worst <= checked.mean <= 1
+    assert checked.mean > 0.95
+    assert checked.mean >= checked.untuned_share
+    assert not {check.shape for check in checked.checks} & {
+        str(shape) for shape in journal.read(outcome.journal).timings
+    }
     timed = {row["kernel"] for row in json.loads(outcome.table.read_text())["costs"]}
     assert timed <= set(bench.names)
     with native.Pack(tuned) as opened:
@@ -124,7 +139,7 @@ def test_timings_are_what_launches_take(pack: Path, bench: Bench) -> None:
 def test_an_interrupted_run_goes_on(
     pack: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time_shape, count = running._time_shape, 0
+    time_shape, count = running.Bench._time, 0
 
     def interrupt(*arguments: Any) -> None:
         nonlocal count
@@ -133,7 +148,7 @@ def test_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
         time_shape(*arguments)
 
-    monkeypatch.setattr(running, "_time_shape", interrupt)
+    monkeypatch.setattr(running.Bench, "_time", interrupt)
     with pytest.raises(KeyboardInterrupt):
         tuning.tune(options(pack))
     assert tables.find("NVIDIA H200") is None  # nothing half-written
@@ -142,7 +157,7 @@ def test_an_interrupted_run_goes_on(
         file.write('{"shape": {"number": "f16", "lay')  # as if killed while writing
     known = journal.read(path).timings
     assert len(known) == 2
-    monkeypatch.setattr(running, "_time_shape", time_shape)
+    monkeypatch.setattr(running.Bench, "_time", time_shape)
     checks = dict(bench.launched)
     outcome = tuning.tune(options(pack))
     assert outcome.shapes == len(SIZES) + 1
@@ -263,6 +278,7 @@ class TestCommand:
         result = self.run("--pack", pack, "--dtype", "f16", "--layout", "nn")
         assert result.exit_code == 0, result.output
         assert "fitted, its own shapes" in result.stdout
+        assert "timed on other shapes" in result.stdout
         assert "gemm__nvidia-h200.json" in result.stdout
         again = self.run("--pack", pack, "--dtype", "f16", "--layout", "nn", "--json")
         data = json.loads(again.stdout)

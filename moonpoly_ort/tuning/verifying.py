@@ -1,0 +1,132 @@
+"""How good the planner's choices are on shapes that no cost was fitted to, measured afterwards.
+
+For each shape the plan under the new table and the analytic model's plan take turns with the
+fastest of all candidates: what is reported involves no prediction.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from .. import native
+from . import shapes
+from .candidates import Candidate, Kernels, promising, vendor
+from .measuring import Measurer
+from .shapes import LIGHT, Shape
+
+SEED = 1  # shapes are fitted with seed 0
+PLAIN, BATCHED = 20, 8  # shapes of a dtype and layout
+TUNED, UNTUNED = "plan", "plan without a table"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One shape: microseconds of both plans and of the best candidate, and what those are."""
+
+    shape: str
+    tuned_us: float
+    untuned_us: float
+    best_us: float
+    tuned: str
+    best: str
+
+    @property
+    def share(self) -> float:
+        return self.best_us / self.tuned_us
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The checks, the worst first."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def mean(self) -> float:
+        """Of best time / time of the plan."""
+        return statistics.fmean(check.share for check in self.checks)
+
+    @property
+    def worst(self) -> float:
+        return self.checks[0].share
+
+    @property
+    def untuned(self) -> float:
+        """Speed without a table against that with it: the geometric mean."""
+        return _geometric([check.tuned_us / check.untuned_us for check in self.checks])
+
+    @property
+    def untuned_share(self) -> float:
+        """As `mean`, for the plans without a table."""
+        return statistics.fmean(
+            min(check.best_us, check.untuned_us) / check.untuned_us for check in self.checks
+        )
+
+
+def _geometric(ratios: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, ratios)))
+
+
+def fresh(groups: Collection[tuple[str, str, bool]], known: Collection[Shape]) -> list[Shape]:
+    """Shapes of the groups that were not measured, dtypes and layouts in turn."""
+    lists = []
+    for number, layout in dict.fromkeys(group[:2] for group in groups):
+        if layout in LIGHT:
+            continue
+        found = shapes.synthetic(number, layout, SEED)
+        for batched, count in ((False, PLAIN), (True, BATCHED)):
+            if (number, layout, batched) in groups:
+                new = [s for s in found[number, layout, batched] if s not in known]
+                lists.append(new[:count])
+    longest = max(map(len, lists), default=0)
+    return [one[i] for i in range(longest) for one in lists if i < len(one)]
+
+
+def verify(
+    wanted: Sequence[Shape], measurer: Measurer, kernels: Kernels, tuned: native.Pack,
+    device: native.Device, deadline: float, fits: Callable[[Shape, list[Candidate]], bool],
+    report: Callable[[int, int, str], None],
+) -> Verified | None:  # fmt: skip
+    """Checks shapes until the deadline (of `time.monotonic`); None where there was none.
+
+    `kernels` plan without a table, `tuned` with the new one; both are of the measurer's pack.
+    `fits` says whether a shape can be timed.
+    """
+    checks = []
+    for done, shape in enumerate(wanted):
+        if time.monotonic() > deadline:
+            break
+        report(done, len(wanted), f"checking {shape}")
+        problem = shape.problem()
+        candidates = promising(kernels.legal(problem), slowest=1.6)
+        if not candidates or not fits(shape, candidates):
+            continue
+        if other := vendor(tuned, device, problem):
+            candidates.append(other)
+        plan, plain = tuned.plan(device, problem), kernels.pack.plan(device, problem)
+        if any((p.region_count == 0) for p in (plan, plain)):
+            continue
+        candidates += [Candidate(TUNED, -1, 0, plan), Candidate(UNTUNED, -1, 0, plain)]
+        times = measurer.time(shape, candidates, always=(TUNED, UNTUNED))
+        us = {timed.name: timed.us for timed in times if timed.name in (TUNED, UNTUNED)}
+        best = min((t for t in times if t.careful), key=lambda timed: timed.us)
+        checks.append(
+            Check(str(shape), us[TUNED], us[UNTUNED], best.us, describe(tuned, plan),
+                  best.name if best.split < 2 else f"{best.name}/{best.split}")
+        )  # fmt: skip
+    report(len(wanted), len(wanted), "")
+    return Verified(tuple(sorted(checks, key=lambda check: check.share))) if checks else None
+
+
+def describe(pack: native.Pack, plan: native.Plan) -> str:
+    """The kernels of a plan, with their K splits."""
+    names = []
+    for region in plan.regions:
+        known = 0 <= region.kernel < len(pack.kernels)
+        name = pack.kernels[region.kernel].name if known else f"kernel {region.kernel}"
+        names.append(name if region.split < 2 else f"{name}/{region.split}")
+    return " + ".join(names)
