@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import sys
 import tempfile
 import time
@@ -24,16 +25,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import Setting, architecture, unpacked
+from benchmarks.machine import Setting, architecture, environment, unpacked
 from benchmarks.measuring import (
     Ceilings,
     Launch,
     Sweep,
+    capture,
     compare_launches,
     geometric_mean,
     launches_per_graph,
     launches_per_sweep,
     rotation,
+    time_graphs,
 )
 from benchmarks.operands import DTYPES, NUMBERS, Operands, Product, dense
 from benchmarks.recording import say
@@ -234,6 +237,32 @@ class Bench:
 
 def product_bytes(p: Product) -> int:
     return (p.m * p.k + p.k * p.n + p.m * p.n) * DTYPES[p.dtype].itemsize
+
+
+def device_facts(setting: Setting) -> dict[str, Any]:
+    """What results must know of the GPU: attributes, copy bandwidth, time of a launch."""
+    where = setting.provider.torch_device
+    source = torch.randn(2**28, device=where)  # 1 GiB, far beyond L2
+    target = torch.empty_like(source)
+    # A kernel: a graph would give `copy_` to the copy engines, which are slower.
+    copies = {"copy": capture(lambda _: torch.neg(source, out=target), 1, 4)}
+    copy_us = time_graphs(copies, 4, 7)["copy"].median
+    one = torch.zeros(1, device=where)
+    empties = {"empty": capture(lambda _: one.add_(1), 1, 256)}
+    device = setting.device
+    fields = [name for name, *_ in device._fields_ if name != "_name"]
+    head = environment(setting, "")
+    return {
+        "gpu": device.name,
+        "device": {name: getattr(device, name) for name in fields},
+        "bandwidth_gbps": 2 * source.nbytes / copy_us / 1e3,
+        "launch_us": time_graphs(empties, 256, 7)["empty"].median,
+        "cuda": torch.version.cuda,
+        "driver": ", ".join(dict.fromkeys(head["driver"])),
+        "clocks": "free",
+        "date": datetime.date.today().isoformat(),
+        "pack_key": setting.pack.header.key.decode(),
+    }
 
 
 def main() -> int:

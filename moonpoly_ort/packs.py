@@ -31,8 +31,10 @@ __all__ = [
     "catalog",
     "ensure_pack",
     "find_pack",
+    "is_tuned",
     "pack_name",
     "supported_architectures",
+    "with_present_tables",
     "write_with_tables",
 ]
 
@@ -184,10 +186,16 @@ def _write_pack(target: Path, pack: pack_format.Pack, costs: Sequence[CostTable]
     return target
 
 
-def _with_present_tables(found: Path, sm: int) -> Path:
-    """A pack that nobody named, with the tables that are there now, as after tuning: renewed where
-    it lies in the cache, else copied there.
+def with_present_tables(found: Path, sm: int, path: str | os.PathLike[str] | None = None) -> Path:
+    """What `find_pack(sm, path)` found, with the tables that are there now, as after tuning.
+
+    Renewed where it lies in the cache, else copied there. A pack that was named stays as it is.
+
+    Raises TableError for a malformed table, PackError where the cache's pack cannot be renewed.
     """
+    named = bool(path or os.environ.get("MOONPOLY_PACK"))
+    if named and found != cache_dir() / pack_name(sm):
+        return found
     if _same(pack_format.read_tables(found), _measured(sm)):
         return found
     target = cache_dir() / pack_name(sm)
@@ -202,6 +210,12 @@ def _with_present_tables(found: Path, sm: int) -> Path:
             "now: they would go into a copy in the cache, and %s", found, error,
         )  # fmt: skip
         return found
+
+
+def is_tuned(pack: str | os.PathLike[str], gpu: str, sm_count: int) -> bool:
+    """Whether a pack holds costs measured on exactly that GPU, so that plans there use them."""
+    measured = pack_format.read_tables(pack)
+    return any((table.gpu, table.sm_count) == (gpu, sm_count) for table in measured)
 
 
 def _unwritable(folder: Path, error: OSError) -> str:
@@ -224,11 +238,8 @@ def ensure_pack(
     """
     target = cache_dir() / (pack_name(sm).replace(".mpk", ".trial.mpk") if trial else pack_name(sm))
     found = (target if _is_current(target, sm, trial) else None) if trial else find_pack(sm, path)
-    named = bool(path or os.environ.get("MOONPOLY_PACK"))
-    if found is not None and not trial and (found == target or not named):
-        return _with_present_tables(found, sm)
     if found is not None:
-        return found
+        return found if trial else with_present_tables(found, sm, path)
     if not build or os.environ.get("MOONPOLY_NO_BUILD", "0") not in ("", "0"):
         reason = "MOONPOLY_NO_BUILD is set" if build else "the caller forbids building"
         searched = ", ".join(map(str, [target] if trial else _places(sm)))

@@ -43,7 +43,7 @@ def why_busy(bus: str, pause: float = 1.0) -> str | None:
     for look in range(LOOKS):
         if look:
             time.sleep(pause)
-        others = [row[0] for row in query(bus, ("pid",), "compute-apps")]
+        others = [row[0] for row in query(bus, ("pid",), "compute-apps") if row[0].isdigit()]
         if others:
             reason = f"{len(others)} other process(es) compute on it: {', '.join(others[:5])}"
             continue

@@ -127,10 +127,12 @@ class Gpu:
         self.call("cuMemFree_v2", c_uint64(pointer))
 
     def upload(self, pointer: int, data: npt.NDArray[Any]) -> None:
-        """Copies an array to the device, in its own memory order."""
+        """Copies an array to the device, in its own memory order, and waits."""
         data = np.ascontiguousarray(data)
-        self.call("cuMemcpyHtoD_v2", c_uint64(pointer), c_void_p(data.ctypes.data),
-                  c_size_t(data.nbytes))  # fmt: skip
+        # The plain copy may return before the data has arrived, and this stream would not wait.
+        self.call("cuMemcpyHtoDAsync_v2", c_uint64(pointer), c_void_p(data.ctypes.data),
+                  c_size_t(data.nbytes), self.stream)  # fmt: skip
+        self.wait()
 
     def download(self, pointer: int, data: npt.NDArray[Any]) -> None:
         """Fills a contiguous array from the device, after all work that was queued."""
@@ -144,7 +146,9 @@ class Gpu:
                   self.stream)  # fmt: skip
 
     def fill(self, pointer: int, size: int, word: int = 0) -> None:
-        """Queues setting `size` bytes (a multiple of 4) to a 32-bit pattern."""
+        """Queues setting `size` bytes (a multiple of 4, or nothing) to a 32-bit pattern."""
+        if size < 4:
+            return
         self.call("cuMemsetD32Async", c_uint64(pointer), ctypes.c_uint32(word), c_size_t(size // 4),
                   self.stream)  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -115,6 +116,8 @@ class Journal:
                 self._cut_torn_line()
                 self._file = path.open("a", encoding="utf-8")
             else:  # none, or of another driver: what it says does not hold here
+                if known is not None:
+                    os.replace(path, f"{path}.old")
                 self._file = path.open("w", encoding="utf-8")
                 self._write(header)
                 self.record.header = header
@@ -177,9 +180,10 @@ class Journal:
         self.close()
 
 
-def file_name(gpu: str, key: str) -> str:
+def file_name(gpu: str, key: str, only: str = "") -> str:
     """`gemm__nvidia-h200.0123456789ab.jsonl`: one for each GPU and set of kernels."""
-    return f"{Path(tables.file_name(gpu)).stem}.{key[:12]}.jsonl"
+    part = re.sub(r"[^A-Za-z0-9_]+", "-", only)
+    return f"{Path(tables.file_name(gpu)).stem}.{key[:12]}{'.' + part if part else ''}.jsonl"
 
 
 def rows(record: Record) -> Iterator[tuple[Shape, Timed]]:

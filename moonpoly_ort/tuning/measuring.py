@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from .. import native
+from ..errors import DeviceError
 from .candidates import Candidate
 from .cuda import Gpu, Graph
 from .shapes import Shape
@@ -95,13 +96,19 @@ class _Pool:
     """Device memory that grows: random values of a dtype, or nothing in particular."""
 
     def __init__(self, gpu: Gpu, dtype: np.dtype[np.generic] | None, chunk: int) -> None:
-        self._gpu, self._dtype, self._chunk = gpu, dtype, chunk
+        self._gpu, self._chunk = gpu, chunk
         self.address, self._size = 0, 0
+        self._values = None
+        if dtype is not None:
+            rng = np.random.default_rng(chunk)
+            count = chunk // dtype.itemsize
+            self._values = rng.standard_normal(count, np.float32).astype(dtype)
 
     def at_least(self, size: int) -> int:
         """Its address, with room for `size` bytes."""
         if size <= self._size:
             return self.address
+        size = max(size, 2 * self._size)  # few steps on the way to the largest
         if self.address:
             self._gpu.wait()
             self._gpu.free(self.address)
@@ -109,11 +116,8 @@ class _Pool:
         size = -(-size // self._chunk) * self._chunk
         self.address = self._gpu.allocate(size)
         self._size = size
-        if self._dtype is not None:
-            count = self._chunk // self._dtype.itemsize
-            rng = np.random.default_rng(count)
-            values = rng.standard_normal(count, np.float32).astype(self._dtype)
-            self._gpu.upload(self.address, values)
+        if self._values is not None:
+            self._gpu.upload(self.address, self._values)
             for start in range(self._chunk, size, self._chunk):
                 self._gpu.copy(self.address + start, self.address, self._chunk)
             self._gpu.wait()
@@ -266,7 +270,14 @@ def bandwidth_gbps(gpu: Gpu, size: int, copies: int = 4, rounds: int = 5) -> flo
 
 def launch_us(gpu: Gpu, launches: int = 256, rounds: int = 7) -> float:
     """Microseconds of an empty kernel, back to back on one stream."""
-    empty = gpu.empty_kernel()
+    try:
+        empty = gpu.empty_kernel()
+    except DeviceError:  # a driver without its compiler: setting a word is a kernel, too
+        word = gpu.allocate(4)
+
+        def empty() -> None:
+            gpu.fill(word, 4)
+
     empty()
 
     def launch_all() -> None:

@@ -64,6 +64,11 @@ class Options:
                 )
         if not self.minutes > 0:
             raise ArgumentError(f"a budget of {self.minutes} minutes: it must be positive")
+        if (self.only or self.trial) and self.output is None:
+            raise ArgumentError(
+                "tuning some kernels only, or kernels on trial, needs --output: the table is not "
+                "one for the sessions of this machine"
+            )
         low, high = self.rows
         if not 1 <= low <= high:
             raise ArgumentError(f"rows from {low} to {high}: a range from 1 up is accepted")
@@ -149,10 +154,10 @@ def tune(
     key = pack_format.read_info(pack).key
     header = {
         "gpu": device.name, "pack_key": key, "driver": busy.state(bus)[0],
-        "cuda": cuda.cuda_version(),
+        "cuda": cuda.cuda_version(), "only": options.only,
         "device": {name: getattr(device, name) for name, *_ in device._fields_ if name != "_name"},
     }  # fmt: skip
-    path = folder / journal.file_name(device.name, key)
+    path = folder / journal.file_name(device.name, key, options.only)
     with (
         journal.Journal(path, header, fresh=options.fresh) as book,
         Bench(options, device, pack) as bench,
@@ -360,13 +365,16 @@ def _conclude(
             )
         say(f"fitting costs to {len(rows)} timings")
         fitted = fit_all(planner, rows, float(facts["bandwidth_gbps"]))
-        dropped = [] if options.keep_all or options.model else _dropped(planner, record)
+        partial = bool(options.model or options.only)  # such timings do not speak for all shapes
+        dropped = [] if options.keep_all or partial else _dropped(planner, record)
         table = _table(planner, record, fitted, dropped)
         target = folder / table.name
         tables.dump(table, target)
         checked = verified(planner, table)
     if options.tuned_pack is not None:
         packs.write_with_tables(pack, options.tuned_pack, [table])
+    if options.pack is None and options.output is None and not options.trial:
+        packs.with_present_tables(pack, planner.info.sm)  # for programs without Python
     best = [min(times, key=lambda t: t.us).name for times in record.timings.values() if times]
     seen = any(t.name == VENDOR_NAME for _, t in journal.rows(record))
     return Outcome(

@@ -150,6 +150,7 @@ class TestJournal:
             book.timed(SHAPE, TIMES)
         with journal.Journal(path, HEADER | {"driver": "590"}) as book:
             assert not book.record.timings
+        assert journal.read(tmp_path / "j.jsonl.old").timings == {SHAPE: TIMES}
 
     def test_one_process_at_a_time(self, tmp_path: Path) -> None:
         path = tmp_path / "j.jsonl"
@@ -173,6 +174,7 @@ class TestJournal:
 
     def test_one_file_for_each_gpu_and_set_of_kernels(self) -> None:
         assert journal.file_name("NVIDIA L4", "ab" * 32) == "gemm__nvidia-l4.abababababab.jsonl"
+        assert "gemm_ws" in journal.file_name("NVIDIA L4", "ab" * 32, "gemm_ws")
 
 
 class TestSchedule:

@@ -19,7 +19,7 @@ from reference import view
 from tune_gpu import Bench, write_pack
 from typer.testing import CliRunner
 
-from moonpoly_ort import errors, native, tables, tuning
+from moonpoly_ort import errors, native, packs, tables, tuning
 from moonpoly_ort.cli import app
 from moonpoly_ort.tuning import cuda, journal, measuring, running, shapes
 
@@ -114,6 +114,9 @@ def test_a_table_is_made_and_sessions_find_it(pack: Path, bench: Bench, tmp_path
     }
     timed = {row["kernel"] for row in json.loads(outcome.table.read_text())["costs"]}
     assert timed <= set(bench.names)
+    assert packs.is_tuned(tuned, "NVIDIA H200", 132)
+    assert not packs.is_tuned(pack, "NVIDIA H200", 132)
+    assert not packs.is_tuned(tuned, "NVIDIA H200", 114)
     with native.Pack(tuned) as opened:
         plan = opened.plan(
             native.device_query(0), shapes.Shape("f16", "nn", 64, 256, 256).problem()
@@ -270,6 +273,17 @@ def test_a_models_weights(pack: Path, bench: Bench, tmp_path: Path) -> None:
         tuning.tune(options(pack, model=path, numbers=("f32",)))
 
 
+def test_a_part_of_the_kernels(pack: Path, bench: Bench, tmp_path: Path) -> None:
+    whole = tuning.tune(options(pack, output=tmp_path))
+    part = tuning.tune(options(pack, output=tmp_path, only="64x64x64"))
+    assert part.journal != whole.journal
+    assert part.dropped == ()
+    timed = {t.name for _, t in journal.rows(journal.read(part.journal))}
+    assert timed
+    assert all("64x64x64" in name for name in timed)
+    assert journal.read(whole.journal).timings.keys() == journal.read(part.journal).timings.keys()
+
+
 class TestCommand:
     def run(self, *words: Any) -> Any:
         return CliRunner().invoke(app, ["tune", *(str(word) for word in words)])
@@ -317,6 +331,8 @@ class TestCommand:
             (2, ["--layout", "xy"], "xy"),
             (2, ["--budget", "-1"], "positive"),
             (2, ["--rows", "many"], "1:4096"),
+            (2, ["--trial"], "--output"),
+            (2, ["--only", "tma"], "--output"),
             (2, ["--trial", "--pack", pack], "either"),
             (3, ["--model", tmp_path / "none.onnx"], "none.onnx"),
             (4, ["--output", tmp_path / "file" / "x"], "cannot write"),
@@ -354,6 +370,18 @@ class TestCuda:
             pytest.raises(errors.DeviceError, match=r"cuEventElapsedTime failed on GPU 0.*doctor"),
         ):
             gpu.elapsed_us(gpu.event(), gpu.event())
+
+    def test_the_time_of_a_launch_without_the_drivers_compiler(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with cuda.Gpu(0) as gpu:
+            assert measuring.launch_us(gpu, launches=8) == pytest.approx(1.0)
+
+            def refuse(self: cuda.Gpu) -> None:
+                raise errors.DeviceError("no compiler")
+
+            monkeypatch.setattr(cuda.Gpu, "empty_kernel", refuse)
+            assert measuring.launch_us(gpu, launches=8) == 0.0  # the stand-in fills in no time
 
     def test_a_capture_that_fails_leaves_nothing_behind(self) -> None:
         with cuda.Gpu(0) as gpu:

@@ -226,7 +226,7 @@ EXPORT int cuMemFree_v2(uint64_t pointer) {
 EXPORT int cuMemGetInfo_v2(size_t* free, size_t* total) {
   return *free = size_t{64} << 20, *total = size_t{141} << 30, 0;
 }
-EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t bytes) {
+EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t bytes, void*) {
   return std::memcpy(reinterpret_cast<void*>(target), source, bytes), 0;
 }
 EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t source, size_t bytes) {
