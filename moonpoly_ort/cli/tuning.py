@@ -143,6 +143,11 @@ def _show(outcome: Outcome) -> None:
         "(geometric mean)",
         f"{len(outcome.dropped)} kernels dropped, {len(outcome.blocked)} blocked as wrong",
     ]
+    if checked is not None and checked.against_vendor is not None:
+        lines.append(
+            f"{checked.against_vendor:.3f} times the speed of cuBLASLt on the other shapes "
+            "(geometric mean)"
+        )
     if outcome.vendor_wins is not None:
         lines.append(f"cuBLASLt was fastest on {outcome.vendor_wins:.1%} of the shapes")
     lines += [f"journal {outcome.journal}", f"table {outcome.table}"]

@@ -80,10 +80,8 @@ def promising(candidates: list[Candidate], slowest: float, splits: int = 3) -> l
 
 
 def vendor(pack: native.Pack, device: native.Device, problem: native.Problem) -> Candidate | None:
-    """The vendor library's product as one more candidate, where the runtime offers it.
-
-    The one place where it joins the measuring: a runtime that has it names the code that forces it
-    as `native.VENDOR`.
+    """The vendor library's product as one more candidate, where the runtime offers it: it then
+    names the code that forces it, `native.VENDOR`. Whether the library is here shows at launch.
     """
     code: int | None = getattr(native, "VENDOR", None)
     if code is None:

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from .. import native
-from ..errors import DeviceError
+from ..errors import DeviceError, MoonPolyError
 from .candidates import Candidate
 from .cuda import Gpu, Graph
 from .shapes import Shape
@@ -161,10 +161,21 @@ class Measurer:
             for index, (candidate, us) in enumerate(zip(candidates, quick, strict=True))
         ]
 
+    def refusal(self, shape: Shape, candidate: Candidate) -> str:
+        """Why a candidate does not run, empty if it does: for one that is no kernel of the pack."""
+        self._make_room([candidate])
+        work = self._work(shape, 1)
+        try:
+            self._launch(work, candidate, 0)
+        except MoonPolyError as error:
+            return str(error)
+        self.gpu.wait()
+        return ""
+
     def _quick(self, shape: Shape, candidates: Sequence[Candidate]) -> list[float]:
         """The best of few replays of every candidate."""
-        predicted = min(candidate.plan.predicted_us for candidate in candidates)
-        launches = launches_for(predicted, QUICK_US, QUICK_LAUNCHES)
+        predicted = [one.plan.predicted_us for one in candidates if one.plan.predicted_us > 0]
+        launches = launches_for(min(predicted, default=1.0), QUICK_US, QUICK_LAUNCHES)
         self._make_room(candidates)
         work = self._work(shape, launches)
         found, best = [], math.inf

@@ -104,7 +104,7 @@ class Outcome:
                 fields = ("mean", "worst", "shapes", "untimed", "error")
                 fitted[name] = {field: getattr(quality, field) for field in fields}
         if self.verified is not None:
-            names = ("mean", "worst", "untuned", "untuned_share")
+            names = ("mean", "worst", "untuned", "untuned_share", "against_vendor")
             fitted["verified"] = {name: getattr(self.verified, name) for name in names} | {
                 "checks": [asdict(check) for check in self.verified.checks]
             }
@@ -309,7 +309,7 @@ class Bench:
         with planner.with_table(table) as tuned:
             return verify(
                 fresh(groups, record.timings), self._measurer, self._kernels(record), tuned,
-                self.device, deadline, self._fits, report,
+                self.device, deadline, self._fits, self._vendor, report,
             )  # fmt: skip
 
     def _kernels(self, record: journal.Record) -> Kernels:
@@ -328,8 +328,14 @@ class Bench:
         if not self._fits(shape, chosen):
             book.timed(shape, [])
             return
-        other = vendor(self.catalog, self.device, problem)
-        book.timed(shape, self._measurer.time(shape, [*chosen, *([other] if other else [])]))
+        book.timed(shape, self._measurer.time(shape, chosen + self._vendor(shape)))
+
+    def _vendor(self, shape: Shape) -> list[Candidate]:
+        """The vendor library's candidate, if it runs: the one place where it joins the others."""
+        candidate = vendor(self.catalog, self.device, shape.problem())
+        if candidate is None or self._measurer.refusal(shape, candidate):
+            return []
+        return [candidate]
 
 
 def _concerns(kernel: native.KernelRecord, groups: Mapping[Group, list[Shape]]) -> bool:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from .. import native
 from . import shapes
-from .candidates import Candidate, Kernels, promising, vendor
+from .candidates import VENDOR_NAME, Candidate, Kernels, promising
 from .measuring import Measurer
 from .shapes import LIGHT, Shape
 
 SEED = 1  # shapes are fitted with seed 0
 PLAIN, BATCHED = 20, 8  # shapes of a dtype and layout
 TUNED, UNTUNED = "plan", "plan without a table"
+ALWAYS = (TUNED, UNTUNED, VENDOR_NAME)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Check:
     best_us: float
     tuned: str
     best: str
+    vendor_us: float | None = None  # of the vendor's library, where it was timed
 
     @property
     def share(self) -> float:
@@ -58,6 +60,12 @@ class Verified:
     def untuned(self) -> float:
         """Speed without a table against that with it: the geometric mean."""
         return _geometric([check.tuned_us / check.untuned_us for check in self.checks])
+
+    @property
+    def against_vendor(self) -> float | None:
+        """Speed of the plans against the vendor's library: the geometric mean, where timed."""
+        both = [(c.vendor_us, c.tuned_us) for c in self.checks if c.vendor_us is not None]
+        return _geometric([other / ours for other, ours in both]) if both else None
 
     @property
     def untuned_share(self) -> float:
@@ -89,12 +97,12 @@ def fresh(groups: Collection[tuple[str, str, bool]], known: Collection[Shape]) -
 def verify(
     wanted: Sequence[Shape], measurer: Measurer, kernels: Kernels, tuned: native.Pack,
     device: native.Device, deadline: float, fits: Callable[[Shape, list[Candidate]], bool],
-    report: Callable[[int, int, str], None],
+    others: Callable[[Shape], list[Candidate]], report: Callable[[int, int, str], None],
 ) -> Verified | None:  # fmt: skip
     """Checks shapes until the deadline (of `time.monotonic`); None where there was none.
 
     `kernels` plan without a table, `tuned` with the new one; both are of the measurer's pack.
-    `fits` says whether a shape can be timed.
+    `fits` says whether a shape can be timed; `others` are timed beside, and count as no plan.
     """
     checks = []
     for done, shape in enumerate(wanted):
@@ -105,18 +113,18 @@ def verify(
         candidates = promising(kernels.legal(problem), slowest=1.6)
         if not candidates or not fits(shape, candidates):
             continue
-        if other := vendor(tuned, device, problem):
-            candidates.append(other)
         plan, plain = tuned.plan(device, problem), kernels.pack.plan(device, problem)
         if any((p.region_count == 0) for p in (plan, plain)):
             continue
         candidates += [Candidate(TUNED, -1, 0, plan), Candidate(UNTUNED, -1, 0, plain)]
-        times = measurer.time(shape, candidates, always=(TUNED, UNTUNED))
-        us = {timed.name: timed.us for timed in times if timed.name in (TUNED, UNTUNED)}
-        best = min((t for t in times if t.careful), key=lambda timed: timed.us)
+        times = measurer.time(shape, candidates + others(shape), always=ALWAYS)
+        us = {timed.name: timed.us for timed in times if timed.name in ALWAYS}
+        own = [timed for timed in times if timed.careful and timed.name != VENDOR_NAME]
+        best = min(own, key=lambda timed: timed.us)
         checks.append(
             Check(str(shape), us[TUNED], us[UNTUNED], best.us, describe(tuned, plan),
-                  best.name if best.split < 2 else f"{best.name}/{best.split}")
+                  best.name if best.split < 2 else f"{best.name}/{best.split}",
+                  us.get(VENDOR_NAME))
         )  # fmt: skip
     report(len(wanted), len(wanted), "")
     return Verified(tuple(sorted(checks, key=lambda check: check.share))) if checks else None

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from moonpoly_ort import errors, native, packs, tables, tuning
 from moonpoly_ort.cli import app
-from moonpoly_ort.tuning import cuda, journal, measuring, running, shapes
+from moonpoly_ort.tuning import candidates, cuda, journal, measuring, running, shapes
 
 EFFORT = measuring.Effort(quick_replays=2, finalists=3, rounds=2, chunk=1 << 20)
 SIZES = [(1, 64, 64), (37, 256, 512), (300, 512, 256), (17, 129, 64), (64, 128, 1024)]
@@ -282,6 +282,32 @@ def test_a_part_of_the_kernels(pack: Path, bench: Bench, tmp_path: Path) -> None
     assert timed
     assert all("64x64x64" in name for name in timed)
     assert journal.read(whole.journal).timings.keys() == journal.read(part.journal).timings.keys()
+
+
+def test_the_vendors_candidate_is_timed_where_it_runs(
+    pack: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stands in for it: the plan of a kernel, which it refuses to launch for some shapes."""
+
+    def offered(
+        pack: native.Pack, device: native.Device, problem: native.Problem
+    ) -> candidates.Candidate:
+        plan = pack.plan(device, problem)
+        if problem.n == 129:
+            plan._regions[0].kernel = 10**6
+        return candidates.Candidate(candidates.VENDOR_NAME, -2, 1, plan)
+
+    monkeypatch.setattr(running, "vendor", offered)
+    outcome = tuning.tune(options(pack))
+    record = journal.read(outcome.journal)
+    for shape, times in record.timings.items():
+        names = [timed.name for timed in times]
+        assert names.count("cublaslt") == (0 if shape.n == 129 else 1), shape
+    assert outcome.vendor_wins is not None
+    assert outcome.verified is not None
+    assert outcome.verified.against_vendor == pytest.approx(1, rel=0.5)
+    table = tables.load(outcome.table)
+    assert "cublaslt" not in {cost.kernel for cost in table.costs}
 
 
 class TestCommand:
