@@ -52,6 +52,8 @@ class Kernels:
                     plan = self.pack.plan(self.device, problem, kernel=index, split=split)
                 except MoonPolyError:
                     continue  # not legal for this problem
+                if any(region.kernel != index for region in plan.regions):
+                    break  # it only helps another kernel
                 split = plan.regions[0].split
                 if split in seen:
                     continue

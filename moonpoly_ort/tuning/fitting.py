@@ -140,11 +140,14 @@ class Coefficients:
         return total
 
 
-def analytic_costs(planner: Planner) -> Floats:
-    """(fixed, step, single_step) of every kernel by the analytic model, read off its predictions:
-    one block for few and for many K steps, and a full wave for many."""
-    rows = []
-    for index, kernel in enumerate(planner.kernels):
+def analytic_costs(planner: Planner, wanted: Iterable[int]) -> Floats:
+    """(fixed, step, single_step) of the wanted kernels by the analytic model, NaN for others.
+
+    Read off its predictions: one block for few and for many K steps, and a full wave for many.
+    """
+    rows, indices = [], sorted(set(wanted))
+    for index in indices:
+        kernel = planner.kernels[index]
         spec, split = kernel.spec, 2 if kernel.spec.split_k else 1
         wave = max(1, planner.device.sm_count * planner.occupancy[index] // split)
         name = "f32ieee" if spec.precision is Precision.IEEE else str(spec.dtype)
@@ -156,7 +159,8 @@ def analytic_costs(planner: Planner) -> Floats:
     with planner.with_costs(np.zeros(len(planner.kernels), pack_format.COST), ENDLESS) as pack:
         target = planner.predict(pack, rows) - linear.base - linear.loops
     matrix = linear.linear + linear.fixed[:, None] * np.array([1.0, 0.0, 0.0])
-    found: Floats = np.linalg.solve(matrix.reshape(-1, 3, 3), target.reshape(-1, 3, 1))[:, :, 0]
+    found: Floats = np.full((len(planner.kernels), 3), np.nan)
+    found[indices] = np.linalg.solve(matrix.reshape(-1, 3, 3), target.reshape(-1, 3, 1))[:, :, 0]
     return found
 
 
@@ -293,7 +297,7 @@ class Fitted:
 
 def fit_all(planner: Planner, rows: list[Row], copied: float) -> Fitted:
     """Fits all kernels; `copied` is the bandwidth of a copy in GB/s, where one was measured."""
-    prior = analytic_costs(planner)
+    prior = analytic_costs(planner, (row.kernel for row in rows))
     whole = Fit(planner, rows, Coefficients.probe(planner, rows), prior)
     with planner.without_table() as pack:
         analytic = quality(planner, pack, rows)

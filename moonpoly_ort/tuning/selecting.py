@@ -3,8 +3,8 @@
 Backward elimination, class by class (dtype, precision, layout). The loss of a set is the mean over
 the shapes of log(best time within the set / best time of all). Again and again the kernel whose
 removal costs least goes, as long as the loss stays within `MEAN_LOSS` and no shape loses more than
-`WORST_LOSS`. What no timing speaks of stays: kernels with a matrix C, and those without which some
-problem would have no kernel at all.
+`WORST_LOSS`. What no timing speaks of stays: kernels that were not timed, those with a matrix C,
+and those without which some problem would have no kernel at all.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def _eliminate(kernels: list[native.KernelRecord], shapes: list[list[Timed]]) ->
     best = times.min(axis=1)
     kept = np.ones(len(kernels), bool)
     fixed = np.array([bool(kernel.bias_matrix) for kernel in kernels])
+    fixed |= ~np.isfinite(times).any(axis=0)
     needs = _problems(kernels)
     while True:
         options = []

@@ -66,7 +66,9 @@ def test_the_costs_behind_timings_are_found(planner: Planner) -> None:
 
 def test_analytic_costs_are_those_behind_the_predictions(planner: Planner) -> None:
     costs = np.zeros(len(planner.kernels), pack_format.COST)
-    for name, values in zip(COSTS, fitting.analytic_costs(planner).T, strict=True):
+    for name, values in zip(
+        COSTS, fitting.analytic_costs(planner, range(len(planner.kernels))).T, strict=True
+    ):
         costs[name] = values
     costs["blocks_per_sm"] = planner.occupancy
     zeros = np.zeros(len(planner.kernels), pack_format.COST)
@@ -84,7 +86,8 @@ def test_analytic_costs_are_those_behind_the_predictions(planner: Planner) -> No
 
 def test_few_timings_leave_the_rest_to_the_analytic_model(planner: Planner) -> None:
     """One timing, twice as long as predicted: the costs move, and none by more than that."""
-    prior = fitting.analytic_costs(planner)
+    prior = fitting.analytic_costs(planner, [0])
+    assert np.isnan(prior[1:]).all()
     row = Row(Shape("f16", "nn", 300, 768, 768), 0, 1, 0.0)
     with planner.without_table() as analytic:
         row = dataclasses.replace(row, us=2 * planner.predict(analytic, [row])[0])
@@ -100,7 +103,7 @@ def test_few_timings_leave_the_rest_to_the_analytic_model(planner: Planner) -> N
 def test_kernels_are_fitted_independently(planner: Planner) -> None:
     """The search goes over all kernels at once; each must end where it does alone."""
     rows = timings(planner)
-    prior = fitting.analytic_costs(planner)
+    prior = fitting.analytic_costs(planner, (row.kernel for row in rows))
     whole = Fit(planner, rows, Coefficients.probe(planner, rows), prior)
     together, _ = whole.at(4300.0)
     for place, kernel in ((0, whole._kernels[0]), (-1, whole._kernels[-1])):

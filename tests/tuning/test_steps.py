@@ -284,6 +284,9 @@ class TestSelection:
         aligned = [k.name for k in kernels if k.family == 0 and not k.bias_matrix]
         good, slow = aligned[0], aligned[1]
         dropped = selecting.superfluous(kernels, self.timings({good: 10.0, slow: 11.0}))
+        assert dropped == [slow]  # of the others nothing is known
+        every = {k.name: 10.0 if k.name == good else 11.0 for k in kernels}
+        dropped = selecting.superfluous(kernels, self.timings(every))
         assert slow in dropped
         assert good not in dropped
         kept = [kernel for kernel in kernels if kernel.name not in dropped]
