@@ -23,12 +23,13 @@ from .schedule import Group, Schedule
 from .selecting import superfluous
 from .shapes import LAYOUTS, NUMBERS, Shape
 from .verifying import Verified, fresh, verify
-from .weights import weights
+from .weights import Weight, weights
 
 SLOWEST = 2.5  # candidates predicted to take more times the best are not tried
 LONGEST_US = 800.0  # longer products show nothing that shorter ones do not
 MEMORY_SHARE = 0.5  # of the free device memory, that operands may take
 COPIED_BYTES = 1 << 29  # to measure the bandwidth: far beyond L2
+HEIGHTS_CHECKED = 17  # row counts of a model's weights, most of them not those measured
 VERIFY_SHARE = 0.1  # of the budget, on top of it
 ROWS = (1, 4096)
 
@@ -200,27 +201,44 @@ def refit(
 
 def _groups(options: Options) -> dict[Group, list[Shape]]:
     """The shapes to measure by group, the most telling first."""
-    numbers = options.numbers or tuple(NUMBERS)
-    layouts = options.layouts or LAYOUTS
-    if options.model is None:
-        found: dict[Group, list[Shape]] = {}
-        for number in numbers:
-            for layout in layouts:
-                found |= shapes.synthetic(number, layout)
-        return found
+    if options.model is not None:
+        return shapes.for_weights(_weights(options), shapes.heights(*options.rows))
+    found: dict[Group, list[Shape]] = {}
+    for number in options.numbers or NUMBERS:
+        for layout in options.layouts or LAYOUTS:
+            found |= shapes.synthetic(number, layout)
+    return found
+
+
+def _weights(options: Options) -> list[Weight]:
+    """Those of the model that are asked for."""
+    assert options.model is not None
+    numbers, layouts = options.numbers or tuple(NUMBERS), options.layouts or LAYOUTS
     both = {ieee for ieee in (False, True) if ("f32ieee" if ieee else "f32") in options.numbers}
     wanted = [
         weight
         for ieee in sorted(both or {False})
         for weight in weights(options.model, ieee)
-        if (not options.numbers or weight[0] in numbers) and weight[1] in layouts
+        if weight[0] in numbers and weight[1] in layouts
     ]
     if not wanted:
         raise ArgumentError(
             f"no weight of {options.model} is of dtype {', '.join(numbers)} and layout "
             f"{', '.join(layouts)}: leave --dtype and --layout out to take all of them"
         )
-    return shapes.for_weights(wanted, shapes.heights(*options.rows))
+    return wanted
+
+
+def _others(options: Options, groups: Mapping[Group, list[Shape]]) -> dict[Group, list[Shape]]:
+    """Shapes to check the table with: of the same groups, or of the same weights."""
+    if options.model is not None:
+        rows = shapes.heights(*options.rows, count=HEIGHTS_CHECKED)
+        return shapes.for_weights(_weights(options), rows)
+    found: dict[Group, list[Shape]] = {}
+    for number, layout in dict.fromkeys(group[:2] for group in groups):
+        if layout not in shapes.LIGHT:
+            found |= shapes.synthetic(number, layout, seed=1)
+    return {group: found[group] for group in groups if group in found}
 
 
 def _writable(folder: Path) -> None:
@@ -306,10 +324,11 @@ class Bench:
     ) -> Verified | None:  # fmt: skip
         """Times the plans that a table gives on shapes that it was not made from."""
         deadline = time.monotonic() + 60 * self.options.minutes * VERIFY_SHARE
+        wanted = fresh(_others(self.options, groups), record.timings)
         with planner.with_table(table) as tuned:
             return verify(
-                fresh(groups, record.timings), self._measurer, self._kernels(record), tuned,
-                self.device, deadline, self._fits, self._vendor, report,
+                wanted, self._measurer, self._kernels(record), tuned, self.device, deadline,
+                self._fits, self._vendor, report,
             )  # fmt: skip
 
     def _kernels(self, record: journal.Record) -> Kernels:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import native
-from . import shapes
 from .candidates import VENDOR_NAME, Candidate, Kernels, promising
 from .measuring import Measurer
-from .shapes import LIGHT, Shape
+from .shapes import Shape
 
-SEED = 1  # shapes are fitted with seed 0
-PLAIN, BATCHED = 20, 8  # shapes of a dtype and layout
+PLAIN, BATCHED = 20, 8  # shapes of a group
 TUNED, UNTUNED = "plan", "plan without a table"
 ALWAYS = (TUNED, UNTUNED, VENDOR_NAME)
 
@@ -79,17 +77,14 @@ def _geometric(ratios: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, ratios)))
 
 
-def fresh(groups: Collection[tuple[str, str, bool]], known: Collection[Shape]) -> list[Shape]:
-    """Shapes of the groups that were not measured, dtypes and layouts in turn."""
+def fresh(
+    groups: Mapping[tuple[str, str, bool], list[Shape]], known: Collection[Shape]
+) -> list[Shape]:
+    """Shapes that were not measured, some of each group, the groups in turn."""
     lists = []
-    for number, layout in dict.fromkeys(group[:2] for group in groups):
-        if layout in LIGHT:
-            continue
-        found = shapes.synthetic(number, layout, SEED)
-        for batched, count in ((False, PLAIN), (True, BATCHED)):
-            if (number, layout, batched) in groups:
-                new = [s for s in found[number, layout, batched] if s not in known]
-                lists.append(new[:count])
+    for (_, _, batched), offered in groups.items():
+        new = [shape for shape in offered if shape not in known]
+        lists.append(new[: BATCHED if batched else PLAIN])
     longest = max(map(len, lists), default=0)
     return [one[i] for i in range(longest) for one in lists if i < len(one)]
 

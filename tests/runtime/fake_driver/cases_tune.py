@@ -268,6 +268,8 @@ def test_a_models_weights(pack: Path, bench: Bench, tmp_path: Path) -> None:
     timed = journal.read(outcome.journal).timings
     assert {(s.layout, s.n, s.k) for s in timed} == {("nn", 128, 64), ("nt", 24, 128)}
     assert {s.m for s in timed} >= {1, 64}
+    assert outcome.verified is not None  # the same weights, other row counts
+    assert {check.shape.split("x", 1)[1] for check in outcome.verified.checks} == {"128x64 f16 nn"}
     assert outcome.dropped == ()
     with pytest.raises(errors.ArgumentError, match="no weight"):
         tuning.tune(options(pack, model=path, numbers=("f32",)))
