@@ -19,7 +19,7 @@ from platformdirs import user_cache_dir
 
 from .custom_ops.kernels import compiling, pack_format
 from .custom_ops.kernels.spec import SHARED_LIMIT, name, specs
-from .errors import DeviceError, MissingDependencyError, OutputError, PackError
+from .errors import DeviceError, MissingDependencyError, OutputError, PackError, TableError
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import CostTable, PackInfo
@@ -111,8 +111,8 @@ def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | Non
         _check(Path(named), sm)
         return Path(named)
     current = [place for place in places if _is_current(place, sm)]
-    if len(current) > 1:  # the cache's copy is there for its tables
-        measured = _measured(sm)
+    # The cache's copy is there for its tables.
+    if len(current) > 1 and (measured := _usable_tables(sm)) is not None:
         current.sort(key=lambda place: not _same(pack_format.read_tables(place), measured))
     return current[0] if current else None
 
@@ -121,6 +121,15 @@ def _measured(sm: int) -> list[CostTable]:
     from .tables import cost_tables
 
     return cost_tables(sm)
+
+
+def _usable_tables(sm: int) -> list[CostTable] | None:
+    """The tables of an architecture; None, said in the log, where one cannot be used."""
+    try:
+        return _measured(sm)
+    except TableError as error:
+        log.warning("performance tables are left aside: %s", error)
+        return None
 
 
 def _same(tables: Sequence[CostTable], others: Sequence[CostTable]) -> bool:
@@ -191,17 +200,18 @@ def with_present_tables(found: Path, sm: int, path: str | os.PathLike[str] | Non
 
     Renewed where it lies in the cache, else copied there. A pack that was named stays as it is.
 
-    Raises TableError for a malformed table, PackError where the cache's pack cannot be renewed.
+    Raises PackError where the cache's pack cannot be renewed.
     """
     named = bool(path or os.environ.get("MOONPOLY_PACK"))
     if named and found != cache_dir() / pack_name(sm):
         return found
-    if _same(pack_format.read_tables(found), _measured(sm)):
+    measured = _usable_tables(sm)
+    if measured is None or _same(pack_format.read_tables(found), measured):
         return found
     target = cache_dir() / pack_name(sm)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        return _write_pack(target, pack_format.read_pack(found), _measured(sm))
+        return _write_pack(target, pack_format.read_pack(found), measured)
     except (OSError, OutputError) as error:
         if found == target:
             raise PackError(f"cannot renew the cost tables in {found}: {error}") from error

@@ -26,8 +26,8 @@ REMEDIES = {
     2: "free memory on the GPU, or choose another one",
     3: "the driver is shutting down: start again",
     100: "install the NVIDIA driver, or choose a machine with a GPU",
-    700: "a kernel read or wrote out of bounds; start again to leave it out",
-    719: "a kernel failed; start again to leave it out",
+    700: "a kernel read or wrote out of bounds; start again: its second attempt will be its last",
+    719: "a kernel failed; start again: its second attempt will be its last",
     999: "see the kernel log (dmesg) for a fault of the GPU",
 }
 
@@ -45,6 +45,10 @@ def _driver() -> ctypes.CDLL:
             f"measuring needs an NVIDIA driver, and there is none ({error}); install it, or tune "
             "on a machine with a GPU"
         ) from error
+
+
+class KernelFault(DeviceError):
+    """A kernel that hangs, or that broke the context: this process can use the GPU no more."""
 
 
 class Gpu:
@@ -83,7 +87,7 @@ class Gpu:
         self._cuda.cuGetErrorName(status, byref(code))
         self._cuda.cuGetErrorString(status, byref(text))
         remedy = REMEDIES.get(status, "`moonpoly doctor` shows what is installed")
-        raise DeviceError(
+        raise (KernelFault if 700 <= status < 720 else DeviceError)(
             f"{name} failed on GPU {self.ordinal}: {(code.value or b'?').decode()} ({status}), "
             f"{(text.value or b'no description').decode()}; {remedy}"
         )
@@ -160,7 +164,7 @@ class Gpu:
         while (status := self._cuda.cuStreamQuery(self.stream)) == NOT_READY:
             passed = time.monotonic() - begun
             if passed > seconds:
-                raise DeviceError(
+                raise KernelFault(
                     f"work on GPU {self.ordinal} has not ended after {seconds:.0f} s: a kernel "
                     "hangs. Start again: what hung is left out after its second attempt"
                 )

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from .. import native
-from ..errors import DeviceError, KernelMissingError
-from .cuda import Gpu
+from ..errors import KernelMissingError
+from .cuda import Gpu, KernelFault
 from .journal import ATTEMPTS, Journal
 from .measuring import DTYPES
 
@@ -111,8 +111,8 @@ class Matrices:
 def check(
     gpu: Gpu, launcher: native.Launcher, pack: native.Pack, device: native.Device, index: int
 ) -> str:
-    """What is wrong with a kernel, empty if nothing. Raises DeviceError for a kernel that faults
-    or hangs: then the process cannot use the GPU any more."""
+    """What is wrong with a kernel, empty if nothing. Raises KernelFault for one that faults or
+    hangs: then the process cannot use the GPU any more."""
     kernel = pack.kernels[index]
     for case in cases(kernel):
         fault = _check(gpu, launcher, pack, device, index, case)
@@ -211,7 +211,7 @@ def gate(
 ) -> None:  # fmt: skip
     """Checks the kernels that the journal does not know yet, and notes the outcomes there.
 
-    A kernel that faults or hangs ends the run with a DeviceError; the journal remembers that its
+    A kernel that faults or hangs ends the run with a KernelFault; the journal remembers that its
     check began, and after its second attempt the kernel counts as wrong.
     """
     record = journal.record
@@ -223,8 +223,8 @@ def gate(
         journal.begin_check(name)
         try:
             fault = check(gpu, launcher, pack, device, index)
-        except DeviceError as error:
-            raise DeviceError(f"kernel {name}: {error}") from error
+        except KernelFault as fault:
+            raise KernelFault(f"kernel {name}: {fault}") from fault
         except BaseException:
             journal.interrupted(name)  # by the user, or for a reason that is not the kernel's
             raise

@@ -154,7 +154,8 @@ class Journal:
         self._note({"facts": facts})
 
     def begin_check(self, kernel: str) -> None:
-        """Before a kernel runs for the first time: if nothing follows, it hung or crashed."""
+        """Before a kernel runs for the first time, or when it failed later on: if nothing follows,
+        it hung or crashed."""
         self._note({"begun": kernel})
 
     def end_check(self, kernel: str, fault: str) -> None:

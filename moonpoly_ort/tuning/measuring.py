@@ -20,7 +20,7 @@ import numpy as np
 from .. import native
 from ..errors import DeviceError, MoonPolyError
 from .candidates import Candidate
-from .cuda import Gpu, Graph
+from .cuda import Gpu, Graph, KernelFault
 from .shapes import Shape
 
 DTYPES = {
@@ -64,6 +64,14 @@ def rotation(set_bytes: int, l2_bytes: int, most: int = 128) -> int:
 def launches_for(us: float, target_us: float, bounds: tuple[int, int]) -> int:
     """Launches in a graph of about that length."""
     return max(bounds[0], min(bounds[1], math.ceil(target_us / max(us, 1e-3))))
+
+
+class CandidateFault(KernelFault):
+    """What a candidate, by its `name`, did when it was timed."""
+
+    def __init__(self, name: str, shape: Shape, fault: KernelFault) -> None:
+        super().__init__(f"{name} on {shape}: {fault}")
+        self.name = name
 
 
 class Stopwatch:
@@ -143,7 +151,7 @@ class Measurer:
         self, shape: Shape, candidates: Sequence[Candidate], always: Collection[str] = ()
     ) -> list[Timed]:
         """The time of every candidate, in the order given; those named in `always` are among the
-        finalists. Raises DeviceError."""
+        finalists. Raises CandidateFault for one that hangs or faults, and DeviceError."""
         if not candidates:
             return []
         quick = self._quick(shape, candidates)
@@ -180,10 +188,13 @@ class Measurer:
         work = self._work(shape, launches)
         found, best = [], math.inf
         for candidate in candidates:
-            with self._record(work, candidate) as graph:
-                taken = self._replays(graph, 1)
-                if taken[0] <= HOPELESS * best * launches:
-                    taken += self._replays(graph, self.effort.quick_replays - 1)
+            try:
+                with self._record(work, candidate) as graph:
+                    taken = self._replays(graph, 1)
+                    if taken[0] <= HOPELESS * best * launches:
+                        taken += self._replays(graph, self.effort.quick_replays - 1)
+            except KernelFault as fault:
+                raise CandidateFault(candidate.name, shape, fault) from fault
             found.append(min(taken) / launches)
             best = min(best, found[-1])
         return found

@@ -18,7 +18,7 @@ from . import busy, cuda, journal, shapes
 from .candidates import VENDOR_NAME, Candidate, Kernels, promising, vendor
 from .fitting import Fitted, Planner, Row, fit_all
 from .gate import gate
-from .measuring import Effort, Measurer, bandwidth_gbps, launch_us
+from .measuring import CandidateFault, Effort, Measurer, bandwidth_gbps, launch_us
 from .schedule import Group, Schedule
 from .selecting import superfluous
 from .shapes import LAYOUTS, NUMBERS, Shape
@@ -347,7 +347,13 @@ class Bench:
         if not self._fits(shape, chosen):
             book.timed(shape, [])
             return
-        book.timed(shape, self._measurer.time(shape, chosen + self._vendor(shape)))
+        if VENDOR_NAME not in book.record.blocked:
+            chosen += self._vendor(shape)
+        try:
+            book.timed(shape, self._measurer.time(shape, chosen))
+        except CandidateFault as fault:
+            book.begin_check(fault.name)  # without an end: the second one blocks it
+            raise
 
     def _vendor(self, shape: Shape) -> list[Candidate]:
         """The vendor library's candidate, if it runs: the one place where it joins the others."""
@@ -433,5 +439,5 @@ def _table(
         launch_us=planner.launch_us, triton=planner.info.triton, cuda=header["cuda"],
         driver=header["driver"], key=planner.info.key, date=datetime.date.today().isoformat(),
         clocks=facts.get("clocks", "unknown"), costs=costs,
-        blocked=tuple(sorted(record.blocked)), dropped=tuple(dropped),
+        blocked=tuple(sorted(set(record.blocked) & set(planner.names))), dropped=tuple(dropped),
     )  # fmt: skip

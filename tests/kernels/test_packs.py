@@ -13,7 +13,13 @@ from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from moonpoly_ort.custom_ops.kernels.spec import Family, KernelSpec, name, specs
 
 from moonpoly_ort import packs
-from moonpoly_ort.errors import DeviceError, MissingDependencyError, OutputError, PackError
+from moonpoly_ort.errors import (
+    DeviceError,
+    MissingDependencyError,
+    OutputError,
+    PackError,
+    TableError,
+)
 
 FEW = 3  # kernels of the shortened list
 
@@ -144,6 +150,22 @@ def test_new_cost_tables_of_a_shipped_pack_go_into_a_copy(
     monkeypatch.setattr(packs, "_measured", lambda sm: [table])
     assert packs.ensure_pack(80) == shipped
     assert "with the tables that it was built with" in caplog.text
+
+
+def test_a_table_that_cannot_be_used_keeps_no_built_pack_from_being_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = packs.ensure_pack(80)
+    shipped = tmp_path / "library" / "packs" / "sm_80.mpk"
+    shipped.parent.mkdir(parents=True)
+    shipped.write_bytes(cached.read_bytes())
+
+    def refuse(sm: int) -> list[pack_format.CostTable]:
+        raise TableError("the table t lists no kernel of this version")
+
+    monkeypatch.setattr(packs, "_measured", refuse)
+    assert packs.find_pack(80) == packs.ensure_pack(80) == shipped
+    assert "left aside: the table t lists no kernel" in caplog.text
 
 
 def test_places_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -229,6 +229,29 @@ def test_a_kernel_that_hangs_is_blocked_after_its_second_attempt(
     assert list(outcome.blocked) == [culprit]
 
 
+def test_a_kernel_that_hangs_when_it_is_timed_is_blocked_after_its_second_attempt(
+    pack: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda.Gpu.wait, "__defaults__", (0.05,))
+    culprit, record = "", measuring.Measurer._record
+
+    def hang(self: measuring.Measurer, work: Any, candidate: Any) -> Any:
+        nonlocal culprit
+        culprit = culprit or candidate.name
+        driver.fake_hang(int(candidate.name == culprit))
+        return record(self, work, candidate)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(measuring.Measurer, "_record", hang)
+        for _ in range(journal.ATTEMPTS):
+            with pytest.raises(errors.DeviceError, match=f"{culprit or 'gemm'}.* on .*hangs"):
+                tuning.tune(options(pack))
+            driver.fake_hang(0)
+        outcome = tuning.tune(options(pack))
+    assert list(outcome.blocked) == [culprit]
+    assert tables.load(outcome.table).blocked == (culprit,)
+
+
 def test_the_budget_ends_measuring(pack: Path, bench: Bench) -> None:
     first = tuning.tune(options(pack, minutes=60))
     assert first.left == 0
