@@ -223,8 +223,8 @@ def gate(
         journal.begin_check(name)
         try:
             fault = check(gpu, launcher, pack, device, index)
-        except KernelFault as fault:
-            raise KernelFault(f"kernel {name}: {fault}") from fault
+        except KernelFault as error:
+            raise KernelFault(f"kernel {name}: {error}") from error
         except BaseException:
             journal.interrupted(name)  # by the user, or for a reason that is not the kernel's
             raise
