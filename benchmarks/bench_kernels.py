@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_kernels --output rows.csv [--shapes gemm.csv] [--seconds 300]
     python -m benchmarks.bench_kernels --output oracle.csv --oracle
+    python -m benchmarks.bench_kernels --output vendor.csv --vendor
 
 Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking
 turns; figures are medians. One CSV row a shape; shapes that the output already holds are skipped,
@@ -179,7 +180,7 @@ class Bench:
         )  # fmt: skip
         ours, cublas = times["ours"], times["cublas"]
         self.write(
-            shape, kernel=self.setting.pack.kernels[regions[0].kernel].name,
+            shape, kernel=self.setting.kernel_name(regions[0]),
             split=regions[0].split, regions=len(regions), predicted_us=plan.predicted_us,
             us=ours.median, low_us=ours.low, high_us=ours.high, cublas_us=cublas.median,
             cublas_low_us=cublas.low, cublas_high_us=cublas.high,
@@ -195,7 +196,7 @@ class Bench:
         """
         product = shape.product()
         problem = shape.problem()
-        chosen = self.setting.plan(problem).regions[0]
+        chosen = self.setting.plan(problem, flags=native.PlanFlag.NO_VENDOR).regions[0]
         choices = self._legal(problem, chosen)
         if not choices:
             say(f"{shape}: no kernel is legal")
@@ -220,6 +221,19 @@ class Bench:
         share = f"{best / mine:.3f} of the best" if mine else "not among those measured"
         say(f"{shape}: {len(rows)} candidates, best {best:.1f} us, "
             f"cuBLAS {cublas:.1f} us, the planner's choice {share}")  # fmt: skip
+
+    def vendor(self, shape: Shape, rounds: int) -> None:
+        """cuBLASLt's time through our own launches: what `benchmarks.fit_vendor` fits."""
+        product = shape.product()
+        plan = self.setting.plan(shape.problem(), native.VENDOR)
+        size = DTYPES[product.dtype].itemsize
+        floor = Ceilings().floor_us(shape.m, shape.n, shape.k, 1, size)
+        launches = launches_per_sweep(floor + 2)
+        sets = min(launches, rotation(product_bytes(product), self.l2_bytes))
+        operands = self.allocate(product, sets)
+        sweep = Sweep(sets, launches, 2 * self.l2_bytes, rounds, self.setting.provider.torch_device)
+        us = sweep.time(self.ours(operands, plan))
+        self.write(shape, kernel="cublaslt", split=1, predicted_us=plan.predicted_us, us=us)
 
     def _legal(self, problem: native.Problem, chosen: native.Region) -> list[Candidate]:
         """The kernels asked for, and the planner's choice."""
@@ -280,7 +294,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         pack = unpacked(arguments.pack, Path(folder))
         setting = Setting(Provider(ordinal=arguments.device, pack=pack), pack, only=arguments.only)
-        bench = Bench(setting, arguments.output, ORACLE_HEAD if arguments.oracle else PLAN_HEAD)
+        many = arguments.oracle or arguments.vendor
+        bench = Bench(setting, arguments.output, ORACLE_HEAD if many else PLAN_HEAD)
         left = [shape for shape in wanted if shape.key not in bench.done]
         _measure(bench, left, arguments)
     return 0
@@ -289,7 +304,7 @@ def main() -> int:
 def _shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
     if arguments.shapes:
         return read_shapes(arguments.shapes)
-    return informative() if arguments.oracle else built_in()
+    return informative() if arguments.oracle or arguments.vendor else built_in()
 
 
 def _measure(bench: Bench, left: list[Shape], arguments: argparse.Namespace) -> None:
@@ -299,7 +314,9 @@ def _measure(bench: Bench, left: list[Shape], arguments: argparse.Namespace) -> 
         if time.monotonic() > stop:
             say(f"the time is up; {len(left) - count} of {len(left)} are left")
             break
-        if arguments.oracle:
+        if arguments.vendor:
+            bench.vendor(shape, arguments.rounds)
+        elif arguments.oracle:
             bench.oracle(shape, arguments.rounds, arguments.slowest)
         else:
             ratios.append(bench.compare(shape))
@@ -330,6 +347,9 @@ def _arguments() -> argparse.Namespace:
         "--seconds", type=float, default=480, help="stop starting shapes after this long"
     )
     parser.add_argument("--oracle", action="store_true", help="time every legal kernel and split")
+    parser.add_argument(
+        "--vendor", action="store_true", help="time cuBLASLt alone, by our launches"
+    )
     parser.add_argument(
         "--only", default="", help="with --oracle, kernels whose names contain this"
     )

@@ -175,7 +175,7 @@ def shapes(setting: Setting, record: Recorder) -> None:
             raise RuntimeError(f"{product}: {error}") from error  # a fault of the device, mostly
         else:
             regions = plan.regions
-            used.update(setting.pack.kernels[r.kernel].name for r in regions)
+            used.update(setting.kernel_name(r) for r in regions)
             counts["regions"] += len(regions)
             counts["split"] += any(r.split > 1 for r in regions)
         counts["products"] += 1

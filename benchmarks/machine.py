@@ -56,8 +56,17 @@ class Setting:
             return native.device_query(self.provider.ordinal)
         return devices.lookup("H200")
 
-    def plan(self, problem: native.Problem, kernel: int = -1, split: int = 0) -> native.Plan:
-        return self.pack.plan(self.device, problem, kernel=kernel, split=split)
+    def plan(
+        self, problem: native.Problem, kernel: int = -1, split: int = 0, flags: int = 0
+    ) -> native.Plan:
+        if not self.provider.is_cuda:
+            flags |= native.PlanFlag.NO_VENDOR  # the interpreter has our kernels alone
+        return self.pack.plan(self.device, problem, kernel=kernel, split=split, flags=flags)
+
+    def kernel_name(self, region: native.Region) -> str:
+        if region.kernel == native.VENDOR:
+            return "cublaslt"
+        return self.pack.kernels[region.kernel].name
 
     @cached_property
     def runner(self) -> Runner:

@@ -28,7 +28,13 @@ from typing import Any
 
 import onnxruntime as ort
 
-from benchmarks import checks_execution, checks_kernels, checks_models, checks_sanitizer
+from benchmarks import (
+    checks_execution,
+    checks_kernels,
+    checks_models,
+    checks_sanitizer,
+    checks_vendor,
+)
 from benchmarks.machine import Setting, architecture, commit, environment, unpacked
 from benchmarks.recording import START, Outcome, Recorder, plain, run_section, say
 from benchmarks.running import CUDA, Provider
@@ -47,6 +53,7 @@ SECTIONS: dict[str, tuple[Work, float]] = {
     "bert": (checks_models.bert, 100),
     "times": (checks_execution.times, 40),
     "devices": (checks_execution.devices, 20),
+    "vendor": (checks_vendor.vendor, 70),
     "sanitizer": (checks_sanitizer.sanitizer, 90),
 }
 

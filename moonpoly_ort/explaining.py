@@ -23,6 +23,7 @@ DTYPES: dict[int, str] = {
     onnx.TensorProto.FLOAT: "f32",
 }
 DEFAULT_GPU = "H200"
+VENDOR = "cuBLASLt"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Region:
     product.
     """
 
-    kernel: str
+    kernel: str  # of the pack, or "cuBLASLt"
     m0: int
     m: int
     n0: int
@@ -40,7 +41,7 @@ class Region:
     z: int
     split: int  # slices of K
     grid: int  # thread blocks
-    waves: float  # grid over the blocks that the GPU holds at once
+    waves: float  # grid over the blocks that the GPU holds at once; 0 for cuBLASLt
     predicted_us: float
 
 
@@ -132,7 +133,10 @@ def _rows(plan: NodePlan) -> Iterator[tuple[Any, ...]]:
         yield *head, "", "", "", "", plan.calls, plan.why_not, "", "", "", ""
     for r in plan.regions:
         size = (r.m, r.n, plan.k, r.z, plan.calls * plan.launches)
-        yield *head, *size, r.kernel, r.split, r.grid, f"{r.waves:.2f}", f"{r.predicted_us:.2f}"
+        blocks = ("", "", "")  # cuBLASLt keeps its launch to itself
+        if r.kernel != VENDOR:
+            blocks = (str(r.split), str(r.grid), f"{r.waves:.2f}")
+        yield *head, *size, r.kernel, *blocks, f"{r.predicted_us:.2f}"
 
 
 def explain(
@@ -267,13 +271,18 @@ def _plan(
 
 
 def _region(region: native.Region, pack: native.Pack, device: native.Device) -> Region:
-    kernel = pack.kernels[region.kernel]
     sizes = {name: getattr(region, name) for name in ("m0", "m", "n0", "n", "z0", "z")}
+    if region.kernel == native.VENDOR:
+        name, waves = VENDOR, 0.0
+    else:
+        kernel = pack.kernels[region.kernel]
+        name = kernel.name
+        waves = region.grid / (device.sm_count * native.blocks_per_sm(kernel, device))
     return Region(
-        kernel=kernel.name,
+        kernel=name,
         **sizes,
         split=region.split,
         grid=region.grid,
-        waves=region.grid / (device.sm_count * native.blocks_per_sm(kernel, device)),
+        waves=waves,
         predicted_us=region.predicted_us,
     )

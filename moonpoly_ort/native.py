@@ -28,6 +28,7 @@ from .errors import (
 from .native_structs import (
     MAX_REGIONS,
     STRUCTS,
+    VENDOR,
     Bias,
     Cost,
     DescShape,
@@ -37,17 +38,21 @@ from .native_structs import (
     KernelRecord,
     PackHeader,
     Plan,
+    PlanFlag,
     Precision,
     Problem,
     Region,
     Stats,
     Table,
+    VendorCost,
+    VendorTile,
 )
 
 __all__ = [
     "API_VERSION",
     "MAX_REGIONS",
     "STRUCTS",
+    "VENDOR",
     "Bias",
     "Cost",
     "DescShape",
@@ -60,11 +65,14 @@ __all__ = [
     "Pack",
     "PackHeader",
     "Plan",
+    "PlanFlag",
     "Precision",
     "Problem",
     "Region",
     "Stats",
     "Table",
+    "VendorCost",
+    "VendorTile",
     "blocks_per_sm",
     "device_count",
     "device_query",
@@ -75,7 +83,7 @@ __all__ = [
     "stats",
 ]
 
-API_VERSION = 1
+API_VERSION = 2
 _InterpretFn = ctypes.CFUNCTYPE(
     c_int32, ctypes.POINTER(Problem), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
     ctypes.POINTER(c_char), c_int32,
@@ -139,7 +147,7 @@ def _library() -> ctypes.CDLL:
         "mp_blocks_per_sm": (c_int32, [pointer(KernelRecord), pointer(Device)]),
         "mp_plan_problem": (
             c_int32,
-            [c_void_p, pointer(Device), pointer(Problem), c_int32, c_int32, pointer(Plan)],
+            [c_void_p, pointer(Device), pointer(Problem), *[c_int32] * 3, pointer(Plan)],
         ),
         "mp_launcher_create": (c_int32, [c_void_p, c_int32, pointer(c_void_p)]),
         "mp_launcher_destroy": (None, [c_void_p]),
@@ -237,8 +245,11 @@ class Pack(_Owner):
     def header(self) -> PackHeader:
         return PackHeader.from_buffer_copy(_library().mp_pack_info(self.handle).contents)
 
-    def plan(self, device: Device, problem: Problem, *, kernel: int = -1, split: int = 0) -> Plan:
-        """The plan for a problem on a device; `kernel` >= 0 and `split` >= 1 force a choice.
+    def plan(
+        self, device: Device, problem: Problem, *, kernel: int = -1, split: int = 0, flags: int = 0
+    ) -> Plan:
+        """The plan for a problem on a device; `kernel` >= 0 and `split` >= 1 force a choice, and
+        `kernel` `VENDOR` cuBLASLt. `flags`: `PlanFlag`s, what to do without.
 
         Raises:
             ProblemError: an illegal problem, or a split that the forced kernel cannot make.
@@ -249,7 +260,7 @@ class Pack(_Owner):
         _check(
             _library().mp_plan_problem(
                 self.handle, ctypes.byref(device), ctypes.byref(problem), kernel, split,
-                ctypes.byref(plan),
+                flags, ctypes.byref(plan),
             )
         )  # fmt: skip
         return plan

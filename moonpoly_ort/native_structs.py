@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 
 MAX_REGIONS = 16
+VENDOR = -2  # MP_VENDOR: as the kernel of a region, cuBLASLt
+VENDOR_TILES = 8
+VENDOR_NODES = 5
 
 
 class Dtype(IntEnum):
@@ -36,6 +39,12 @@ class Family(IntEnum):
     GEMM_TMA = 0
     GEMM_POINTER = 1
     GEMM_WS = 2
+
+
+class PlanFlag(IntFlag):
+    """`mp_plan_flags`: what a plan must do without."""
+
+    NO_VENDOR = 4
 
 
 class _Struct(ctypes.Structure):
@@ -91,7 +100,9 @@ class Device(_Struct):
 
 
 class Region(_Struct):
-    """`mp_region`: one launch, rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z)."""
+    """`mp_region`: one launch, rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z).
+    `kernel`: its place in the pack, or `VENDOR`.
+    """
 
     _fields_ = [
         ("kernel", c_int32),
@@ -173,9 +184,35 @@ class Table(_Struct):
     _fields_ = [
         ("gpu", c_char * 64),
         ("sm_count", c_int32),
-        ("reserved", c_int32),
+        ("vendor_count", c_int32),
         ("bandwidth_gbps", c_double),
         ("launch_us", c_double),
+    ]
+
+
+class VendorTile(_Struct):
+    """`mp_vendor_tile`: microseconds of a K step of 64 of a wave of such tiles."""
+
+    _fields_ = [("bm", c_int32), ("bn", c_int32), ("step_us", c_float)]
+
+
+class LogFactors(_Struct):
+    """`mp_log_factors`: logs of factors for misaligned operands and for sizes."""
+
+    _fields_ = [("misaligned", c_float * 3 * 3), ("nodes", c_float * VENDOR_NODES**3)]
+
+
+class VendorCost(_Struct):
+    """`mp_vendor_cost`: the fitted time of cuBLASLt on one class of problems."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("dtype", "precision", "trans_a", "trans_b")),
+        *((name, c_int32) for name in ("aligned", "batched", "tile_count")),
+        *((name, c_float) for name in ("margin", "fixed_us", "epilogue_us", "split_us")),
+        *((name, c_float) for name in ("slice_us", "lone_share", "bandwidth_gbps")),
+        ("tiles", VendorTile * VENDOR_TILES),
+        ("correction", LogFactors),
+        ("promise", LogFactors),
     ]
 
 
@@ -217,6 +254,8 @@ STRUCTS: dict[str, type[_Struct]] = {
     "mp_kernel": KernelRecord,
     "mp_cost": Cost,
     "mp_table": Table,
+    "mp_log_factors": LogFactors,
+    "mp_vendor_cost": VendorCost,
     "mp_pack_header": PackHeader,
     "mp_stats": Stats,
 }

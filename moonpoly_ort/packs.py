@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from filelock import FileLock
 from platformdirs import user_cache_dir
 
@@ -134,7 +135,8 @@ def _usable_tables(sm: int) -> list[CostTable] | None:
 
 def _same(tables: Sequence[CostTable], others: Sequence[CostTable]) -> bool:
     return list(tables) == list(others) and all(
-        bool((a.costs == b.costs).all()) for a, b in zip(tables, others, strict=True)
+        np.array_equal(a.costs, b.costs) and np.array_equal(a.vendor, b.vendor)
+        for a, b in zip(tables, others, strict=True)
     )
 
 

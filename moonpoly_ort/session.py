@@ -44,9 +44,13 @@ class Registration:
     backend: str
     precision: str
     pack: str
+    vendor: str = "auto"  # moonpoly.vendor
 
     def __str__(self) -> str:
-        return f"backend {self.backend}, precision {self.precision}, pack {self.pack}"
+        return (
+            f"backend {self.backend}, precision {self.precision}, vendor {self.vendor}, "
+            f"pack {self.pack}"
+        )
 
 
 # Options cannot be copied or unregistered, and registering twice fails inside ONNX Runtime, so that
@@ -71,6 +75,7 @@ def register(
     backend: Backend = "auto",
     precision: Precision = "tf32",
     pack: str | os.PathLike[str] | None = None,
+    vendor: bool | None = None,
     device_id: int = 0,
 ) -> bool:
     """Registers the custom op library on `session_options`, for models that are already rewritten.
@@ -86,6 +91,9 @@ def register(
             CPU (slow).
         precision: how fp32 is multiplied: `tf32` as ONNX Runtime's CUDA provider does, or `ieee`.
         pack: a kernel pack (see `moonpoly pack`); by default it is found, or built into the cache.
+        vendor: whether cuBLASLt is a candidate beside our kernels. By default it is where the pack
+            holds its timings on this GPU and the library is there; True makes it an error where
+            not; False leaves everything to our kernels.
         device_id: the GPU that the session will use.
 
     Returns:
@@ -101,7 +109,7 @@ def register(
             f"session_options is a {type(session_options).__name__}; an onnxruntime.SessionOptions "
             "is needed"
         )
-    wanted = _resolve(backend, precision, pack, device_id)
+    wanted = _resolve(backend, precision, pack, vendor, device_id)
     if wanted is None:
         return False
     with _lock:
@@ -126,6 +134,7 @@ def _register(options: Any, wanted: Registration) -> None:
     options.add_session_config_entry("moonpoly.backend", wanted.backend)
     options.add_session_config_entry("moonpoly.precision", wanted.precision)
     options.add_session_config_entry("moonpoly.pack", wanted.pack)
+    options.add_session_config_entry("moonpoly.vendor", wanted.vendor)
     try:
         options.register_custom_ops_library(str(native.library_path()))
     except Exception as error:  # onnxruntime has no common base for its errors
@@ -134,17 +143,23 @@ def _register(options: Any, wanted: Registration) -> None:
 
 
 def _resolve(
-    backend: str, precision: str, pack: str | os.PathLike[str] | None, device_id: int
+    backend: str,
+    precision: str,
+    pack: str | os.PathLike[str] | None,
+    vendor: bool | None,
+    device_id: int,
 ) -> Registration | None:
     """The registration for this machine; None, said once, where `auto` leaves the ops to ONNX
     Runtime.
     """
     _check("backend", backend, ("auto", "cuda", "interpreter"))
     _check("precision", precision, ("tf32", "ieee"))
+    _check_switch(vendor)
     if backend == "interpreter":
         return Registration(backend, precision, _pack_for_interpreter(pack))
+    switch = "auto" if vendor is None else str(int(vendor))
     try:
-        return Registration("cuda", precision, _pack_for_device(pack, device_id))
+        return Registration("cuda", precision, _pack_for_device(pack, device_id), switch)
     except MoonPolyError as error:
         if backend == "cuda":
             raise
@@ -176,6 +191,11 @@ def _pack_for_interpreter(pack: str | os.PathLike[str] | None) -> str:
 def _check(what: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ArgumentError(f"{what} = {value!r}; accepted: {', '.join(map(repr, accepted))}")
+
+
+def _check_switch(vendor: object) -> None:
+    if vendor is not None and not isinstance(vendor, bool):
+        raise ArgumentError(f"vendor = {vendor!r}; accepted: None, False, True")
 
 
 def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str:
@@ -224,6 +244,7 @@ class _Request(NamedTuple):
     precision: str
     rewrite: bool
     pack: str | os.PathLike[str] | None
+    vendor: bool | None
     kwargs: dict[str, Any]
 
 
@@ -234,10 +255,10 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
     added.
 
     `sess_options` are used as they are: where a CUDA provider is used, the library gets registered
-    on them (they can serve several sessions, with the same `precision` and `pack`).
+    on them (they can serve several sessions, with the same settings).
 
     Args:
-        backend, precision, pack: as for `register`.
+        backend, precision, pack, vendor: as for `register`.
         rewrite: False loads the model as it is (for one that is already rewritten).
 
     Attributes:
@@ -260,10 +281,11 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         precision: Precision = "tf32",
         rewrite: bool = True,
         pack: str | os.PathLike[str] | None = None,
+        vendor: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._request = _Request(
-            path_or_bytes, sess_options, backend, precision, rewrite, pack, kwargs
+            path_or_bytes, sess_options, backend, precision, rewrite, pack, vendor, kwargs
         )
         self._start(providers, provider_options)
 
@@ -276,7 +298,7 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         self._start(providers, provider_options)
 
     def _start(self, providers: Any, provider_options: Any) -> None:
-        _, _, backend, precision, _, pack, _ = self._request
+        _, _, backend, precision, _, pack, vendor, _ = self._request
         device_id = _cuda_device(providers, provider_options, self._request.options)
         if backend == "cuda" and device_id is None:
             raise ArgumentError(
@@ -284,10 +306,11 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
             )
         registration = None
         if backend == "interpreter" or device_id is not None:
-            registration = _resolve(backend, precision, pack, device_id or 0)
+            registration = _resolve(backend, precision, pack, vendor, device_id or 0)
         else:
             _check("backend", backend, ("auto", "cuda", "interpreter"))
             _check("precision", precision, ("tf32", "ieee"))
+            _check_switch(vendor)
             _say_once(f"running on ONNX Runtime's own kernels: {CUDA} is not among the providers.")
         try:
             self._load(providers, provider_options, registration)

@@ -1,7 +1,8 @@
 """Performance tables: what each micro-kernel costs on one GPU, as measured there.
 
 One readable JSON file per (operation, GPU), `gemm__nvidia-h200.json`: a header, then one kernel a
-line, sorted by name, so that a new measurement is a readable diff. Tables are looked for in the
+line, sorted by name, so that a new measurement is a readable diff, and where cuBLASLt was measured
+too, one class of problems a line. Tables are looked for in the
 user's folder, then among those shipped in `tuned/`; the pack builder bakes those of an architecture
 into its pack.
 """
@@ -9,6 +10,7 @@ into its pack.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -21,11 +23,16 @@ from .errors import OutputError, TableError
 from .files import replacing
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from .custom_ops.kernels.pack_format import CostTable
 
 SCHEMA = 1
-_LISTS = ("costs", "blocked", "dropped")
+_LISTS = ("costs", "vendor", "blocked", "dropped")
 NEVER = -1.0  # `blocks_per_sm` of a kernel that the planner must not choose
+VENDOR_TILES = 8  # at most, as in moonpoly.h
+VENDOR_NODES = 5  # of the correction, along each of M, N and K
 
 
 @dataclass(frozen=True, order=True)
@@ -37,6 +44,35 @@ class Cost:
     step_us: float  # one K step of a full wave
     single_step_us: float  # the same where no SM holds more than one block, or few SMs work
     blocks_per_sm: float
+
+
+@dataclass(frozen=True, order=True)
+class LogFactors:
+    """Logs of factors, as `mp_log_factors` in moonpoly.h. By default all factors are 1."""
+
+    misaligned: tuple[tuple[float, ...], ...] = ((0.0,) * 3,) * 3  # A, B, Y at 2, 4, 8 bytes
+    nodes: tuple[float, ...] = (0.0,) * VENDOR_NODES**3  # in log2 of M, N, K; K fastest
+
+
+@dataclass(frozen=True, order=True)
+class VendorCost:
+    """The fitted time of cuBLASLt on one class of problems, as `mp_vendor_cost` in moonpoly.h."""
+
+    dtype: str  # f16, bf16, f32
+    precision: str  # tf32, ieee
+    layout: str  # nn, nt, tn, tt: A, then B, stored as multiplied or transposed
+    aligned: int  # 1: A, B and Y at 16 bytes; 0: not all of them
+    batched: int  # 1: more than one product
+    margin: float  # it is chosen where this times its prediction is below that of the other plan
+    fixed_us: float
+    epilogue_us: float  # of a wave, for each 64 x 64 elements of a tile
+    split_us: float
+    slice_us: float  # of a slice of K, for each 64 x 64 elements of a tile
+    lone_share: float  # of a wave's time, where few SMs work
+    bandwidth_gbps: float
+    tiles: tuple[tuple[int, int, float], ...]  # rows, columns, microseconds of a K step of 64
+    correction: LogFactors
+    promise: LogFactors  # what other plans took, over what they promised
 
 
 @dataclass(frozen=True)
@@ -58,6 +94,7 @@ class Table:
     date: str  # ISO 8601 day
     clocks: str  # e.g. "locked 1980 MHz" or "free"
     costs: tuple[Cost, ...]
+    vendor: tuple[VendorCost, ...] = ()  # empty: cuBLASLt was not measured, and is never chosen
     # Kernels that are never chosen on this GPU: wrong there, or not worth planning with.
     blocked: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -80,6 +117,9 @@ def dump(table: Table, path: str | os.PathLike[str]) -> None:
         header[name] = sorted(getattr(table, name))
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in header.items()]
     rows = [f"    {json.dumps(asdict(cost))}" for cost in sorted(table.costs)]
+    if table.vendor:
+        classes = [f"    {json.dumps(asdict(cost))}" for cost in sorted(table.vendor)]
+        lines += ['  "vendor": [', ",\n".join(classes), "  ],"]
     text = "\n".join(["{", *lines, '  "costs": [', ",\n".join(rows), "  ]", "}"]) + "\n"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +163,13 @@ def _parse(data: Any, source: Path) -> Table:
         raise TableError(
             f"{source}: `costs` must be a list with one entry per kernel, not {rows!r:.80}"
         )
+    classes = data.get("vendor", [])
+    if not isinstance(classes, list):
+        raise TableError(f"{source}: `vendor` must be a list, not {classes!r:.80}")
     header = {key: value for key, value in data.items() if key not in ("schema", *_LISTS)}
+    header["vendor"] = tuple(
+        _vendor_cost(row, f"{source}: vendor[{i}]") for i, row in enumerate(classes)
+    )
     for name in ("blocked", "dropped"):
         listed = data.get(name, [])
         if not isinstance(listed, list) or not all(isinstance(kernel, str) for kernel in listed):
@@ -138,6 +184,54 @@ def _parse(data: Any, source: Path) -> Table:
     return table
 
 
+def _vendor_cost(values: Any, where: str) -> VendorCost:
+    if isinstance(values, dict):
+        values = {key: _as_tuple(value) for key, value in values.items()}
+        for name in ("correction", "promise"):
+            if name in values:
+                values[name] = _log_factors(values[name], f"{where}: {name}")
+    cost: VendorCost = _record(VendorCost, values, where)
+    names = {
+        "dtype": ("f16", "bf16", "f32"), "precision": ("tf32", "ieee"),
+        "layout": ("nn", "nt", "tn", "tt"), "aligned": (0, 1), "batched": (0, 1),
+    }  # fmt: skip
+    for name, known in names.items():
+        if getattr(cost, name) not in known:
+            raise TableError(
+                f"{where}: {name} = {getattr(cost, name)!r}; accepted: {', '.join(map(str, known))}"
+            )
+    tiles_fit = 0 < len(cost.tiles) <= VENDOR_TILES
+    if not tiles_fit or not all(_numbers(tile, 3) and min(tile) > 0 for tile in cost.tiles):
+        raise TableError(
+            f"{where}: tiles are 1 to {VENDOR_TILES} lists of rows, columns and microseconds"
+        )
+    return cost
+
+
+def _log_factors(values: Any, where: str) -> LogFactors:
+    if isinstance(values, dict):
+        values = {key: _as_tuple(value) for key, value in values.items()}
+    factors: LogFactors = _record(LogFactors, values, where)
+    rows = factors.misaligned
+    if len(rows) != 3 or not all(_numbers(row, 3) for row in rows):
+        raise TableError(f"{where}: misaligned is three lists of three numbers")
+    if not _numbers(factors.nodes, VENDOR_NODES**3):
+        raise TableError(f"{where}: nodes are {VENDOR_NODES**3} numbers")
+    return factors
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list) else value
+
+
+def _numbers(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, tuple)
+        and len(values) == count
+        and all(isinstance(v, (int, float)) and math.isfinite(v) for v in values)
+    )
+
+
 def _record(cls: type[Any], values: Any, where: str) -> Any:
     """A frozen dataclass from JSON: every field there, none besides, types right, costs finite and
     >= 0.
@@ -145,6 +239,7 @@ def _record(cls: type[Any], values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise TableError(f"{where}: an object is expected, not {values!r:.80}")
     kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float)}
+    kinds["LogFactors"] = LogFactors
     known = {field.name: kinds.get(str(field.type), tuple) for field in fields(cls)}
     if unknown := sorted(values.keys() - known.keys()):
         raise TableError(f"{where}: unknown field {unknown[0]!r}")
@@ -237,4 +332,31 @@ def cost_table(table: Table, kernels: Sequence[str]) -> CostTable:
     for name in (*table.blocked, *table.dropped):
         if name in place:
             costs[place[name]] = (0, 0, 0, NEVER)
-    return CostTable(table.gpu, table.sm_count, table.bandwidth_gbps, table.launch_us, costs)
+    return CostTable(
+        table.gpu, table.sm_count, table.bandwidth_gbps, table.launch_us, costs,
+        packed_vendor(table.vendor),
+    )  # fmt: skip
+
+
+def packed_vendor(costs: Sequence[VendorCost]) -> npt.NDArray[np.void]:
+    """What tables say of cuBLASLt, as a pack holds it."""
+    import numpy as np
+
+    from .custom_ops.kernels.pack_format import DTYPE_CODE, PRECISION_CODE, VENDOR
+    from .custom_ops.kernels.spec import Dtype, Precision
+
+    rows = np.zeros(len(costs), VENDOR)
+    for row, cost in zip(rows, costs, strict=True):
+        for field in fields(cost):
+            if field.type in ("int", "float"):
+                row[field.name] = getattr(cost, field.name)
+        row["dtype"] = DTYPE_CODE[Dtype(cost.dtype)]
+        row["precision"] = PRECISION_CODE[Precision(cost.precision)]
+        row["trans_a"], row["trans_b"] = (side == "t" for side in cost.layout)
+        row["tile_count"] = len(cost.tiles)
+        row["tiles"][: len(cost.tiles)] = list(cost.tiles)  # of tuples: numpy takes them for rows
+        for name in ("correction", "promise"):
+            factors: LogFactors = getattr(cost, name)
+            row[name]["misaligned"] = factors.misaligned
+            row[name]["nodes"] = np.reshape(factors.nodes, (VENDOR_NODES,) * 3)
+    return rows

@@ -28,7 +28,7 @@ Code = TypeVar("Code")
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 MAGIC = b"MOONPACK"
-VERSION = 2
+VERSION = 3
 CUBIN_ALIGNMENT = 64
 
 
@@ -73,8 +73,21 @@ COST = np.dtype([
     ("fixed_us", "<f4"), ("step_us", "<f4"), ("single_step_us", "<f4"), ("blocks_per_sm", "<f4"),
 ])  # fmt: skip
 TABLE = np.dtype([
-    ("gpu", "S64"), ("sm_count", "<i4"), ("reserved", "<i4"), ("bandwidth_gbps", "<f8"),
+    ("gpu", "S64"), ("sm_count", "<i4"), ("vendor_count", "<i4"), ("bandwidth_gbps", "<f8"),
     ("launch_us", "<f8"),
+])  # fmt: skip
+VENDOR_TILE = np.dtype([("bm", "<i4"), ("bn", "<i4"), ("step_us", "<f4")])
+VENDOR_TILES = 8
+VENDOR_NODES = 5
+LOG_FACTORS = np.dtype([("misaligned", "<f4", (3, 3)), ("nodes", "<f4", (VENDOR_NODES,) * 3)])
+VENDOR = np.dtype([
+    *((field_name, "<i4") for field_name in (
+        "dtype", "precision", "trans_a", "trans_b", "aligned", "batched", "tile_count",
+    )),
+    *((field_name, "<f4") for field_name in (
+        "margin", "fixed_us", "epilogue_us", "split_us", "slice_us", "lone_share", "bandwidth_gbps",
+    )),
+    ("tiles", VENDOR_TILE, VENDOR_TILES), ("correction", LOG_FACTORS), ("promise", LOG_FACTORS),
 ])  # fmt: skip
 
 
@@ -108,7 +121,7 @@ class PackedKernel:
 @dataclass(frozen=True)
 class CostTable:
     """Measured costs on one GPU: one row of `COST` per kernel, in pack order; a zero row is not
-    measured.
+    measured. `vendor`: a row of `VENDOR` for each class of problems on which cuBLASLt was measured.
     """
 
     gpu: str
@@ -116,6 +129,7 @@ class CostTable:
     bandwidth_gbps: float
     launch_us: float
     costs: npt.NDArray[np.void] = field(compare=False)
+    vendor: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros(0, VENDOR), compare=False)
 
 
 @dataclass(frozen=True)
@@ -176,8 +190,11 @@ def encode(
     params_offset = HEADER.itemsize + len(kernels) * KERNEL.itemsize
     params = np.array([code for kernel in kernels for code in kernel.params], "<i4")
     tables_offset = _align(params_offset + params.nbytes, 8)
-    table_bytes = TABLE.itemsize + len(kernels) * COST.itemsize
-    cubins_offset = _align(tables_offset + len(tables) * table_bytes, CUBIN_ALIGNMENT)
+    table_bytes = [
+        TABLE.itemsize + len(kernels) * COST.itemsize + len(table.vendor) * VENDOR.itemsize
+        for table in tables
+    ]
+    cubins_offset = _align(tables_offset + sum(table_bytes), CUBIN_ALIGNMENT)
 
     rows = np.zeros(len(kernels), KERNEL)
     param_offset, cubin_offset = 0, cubins_offset
@@ -230,7 +247,8 @@ def encode(
 
     put(HEADER.itemsize, rows.tobytes())
     put(params_offset, params.tobytes())
-    for index, table in enumerate(tables):
+    table_offset = tables_offset
+    for table, own_bytes in zip(tables, table_bytes, strict=True):
         costs = np.asarray(table.costs, COST)
         if costs.shape != (len(kernels),):
             raise ValueError(
@@ -241,7 +259,10 @@ def encode(
         entry["sm_count"] = table.sm_count
         entry["bandwidth_gbps"] = table.bandwidth_gbps
         entry["launch_us"] = table.launch_us
-        put(tables_offset + index * table_bytes, entry.tobytes() + costs.tobytes())
+        vendor = np.asarray(table.vendor, VENDOR)
+        entry["vendor_count"] = len(vendor)
+        put(table_offset, entry.tobytes() + costs.tobytes() + vendor.tobytes())
+        table_offset += own_bytes
     for row, kernel in zip(rows, kernels, strict=True):
         put(int(row["cubin_offset"]), kernel.cubin)
     header["checksum"] = checksum(memoryview(out)[HEADER.itemsize :])
@@ -356,19 +377,23 @@ def read_tables(path: str | os.PathLike[str]) -> list[CostTable]:
     data, header = _open(path)
     count = int(header["kernel_count"])
     tables = []
-    table_bytes = TABLE.itemsize + count * COST.itemsize
-    for index in range(int(header["table_count"])):
-        offset = int(header["tables_offset"]) + index * table_bytes
+    offset = int(header["tables_offset"])
+    for _ in range(int(header["table_count"])):
         entry = np.frombuffer(data, TABLE, 1, offset)[0]
+        costs_offset = offset + TABLE.itemsize
+        vendor_offset = costs_offset + count * COST.itemsize
+        vendor_count = int(entry["vendor_count"])
         tables.append(
             CostTable(
                 gpu=entry["gpu"].decode(),
                 sm_count=int(entry["sm_count"]),
                 bandwidth_gbps=float(entry["bandwidth_gbps"]),
                 launch_us=float(entry["launch_us"]),
-                costs=np.frombuffer(data, COST, count, offset + TABLE.itemsize).copy(),
+                costs=np.frombuffer(data, COST, count, costs_offset).copy(),
+                vendor=np.frombuffer(data, VENDOR, vendor_count, vendor_offset).copy(),
             )
         )
+        offset = vendor_offset + vendor_count * VENDOR.itemsize
     return tables
 
 

@@ -11,6 +11,7 @@
 #include "planner.h"
 #include "shape.h"
 #include "stats.h"
+#include "vendor.h"
 
 #define MP_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -68,12 +69,15 @@ void check_plan(const moonpoly::Pack& pack, const mp_problem& problem, const mp_
   }
   for (int i = 0; i < plan.region_count; ++i) {
     const mp_region& r = plan.regions[i];
-    if (r.kernel < 0 || r.kernel >= pack.kernel_count()) {
+    const bool vendor = r.kernel == MP_VENDOR;
+    if (!vendor && (r.kernel < 0 || r.kernel >= pack.kernel_count())) {
       moonpoly::fail(MP_INVALID, "region ", i, " names kernel ", r.kernel, "; the pack holds ",
                      pack.kernel_count());
     }
-    if (const char* why = moonpoly::refusal(pack.kernel(r.kernel), problem)) {
-      moonpoly::fail(MP_NO_KERNEL, "region ", i, ": kernel ", pack.kernel(r.kernel).name,
+    if (const char* why = vendor ? moonpoly::vendor_refusal(problem)
+                                 : moonpoly::refusal(pack.kernel(r.kernel), problem)) {
+      moonpoly::fail(MP_NO_KERNEL, "region ", i, ": ",
+                     vendor ? "cuBLASLt" : pack.kernel(r.kernel).name,
                      " cannot run this problem: ", why);
     }
     const auto within = [](int64_t first, int64_t count, int64_t size) {
@@ -104,6 +108,8 @@ MP_EXPORT int32_t mp_struct_size(const char* name) {
   MP_SIZE(mp_kernel);
   MP_SIZE(mp_cost);
   MP_SIZE(mp_table);
+  MP_SIZE(mp_log_factors);
+  MP_SIZE(mp_vendor_cost);
   MP_SIZE(mp_pack_header);
   MP_SIZE(mp_stats);
 #undef MP_SIZE
@@ -154,7 +160,7 @@ MP_EXPORT mp_status mp_device_query(int32_t ordinal, mp_device* out) {
 
 MP_EXPORT mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device,
                                     const mp_problem* problem, int32_t only_kernel,
-                                    int32_t only_split, mp_plan* out) {
+                                    int32_t only_split, int32_t flags, mp_plan* out) {
   return guarded([&] {
     require(pack, "pack");
     require(device, "device");
@@ -163,6 +169,11 @@ MP_EXPORT mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device
     moonpoly::PlanRequest request;
     request.only_kernel = only_kernel;
     request.only_split = only_split;
+    if (flags & ~MP_PLAN_NO_VENDOR) {
+      moonpoly::fail(MP_INVALID, "plan flags ", flags, " are unknown; there is ", MP_PLAN_NO_VENDOR,
+                     " (without cuBLASLt)");
+    }
+    request.flags = flags;
     pack->pack->planner(*device)->plan(*problem, request, out);
   });
 }
@@ -201,6 +212,7 @@ MP_EXPORT mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, 
       moonpoly::fail(MP_INVALID, "the problem has a bias, but `bias` is null");
     }
     moonpoly::CurrentContext current(device.context());
+    if (moonpoly::uses_vendor(*plan)) device.load_vendor();
     device.load(problem->dtype, problem->dtype == MP_F32 ? problem->precision : MP_TF32);
     device.launch(*problem, *plan, {a, b, problem->bias ? bias : nullptr, y}, workspace, counters,
                   static_cast<moonpoly::CUstream>(stream), nullptr);

@@ -11,6 +11,7 @@
 #include "pack.h"
 #include "planner.h"
 #include "stats.h"
+#include "vendor.h"
 
 namespace moonpoly {
 namespace {
@@ -194,7 +195,11 @@ Launcher::~Launcher() {
   // At process exit the driver may be gone before us; its refusals then mean nothing.
   const Driver& api = driver();
   CUcontext popped;
-  if (api.CtxPushCurrent(context_.get()) != 0) return;
+  if (api.CtxPushCurrent(context_.get()) != 0) {
+    vendor_.release();  // cuBLASLt has no device to give its handle back to
+    return;
+  }
+  vendor_.reset();
   for (CUmodule module : modules_) {
     if (module) api.ModuleUnload(module);
   }
@@ -268,10 +273,36 @@ void Launcher::load(int dtype, int precision) {
   loaded.store(true, std::memory_order_release);
 }
 
+void Launcher::load_vendor() {
+  if (vendor_loaded_.load(std::memory_order_acquire)) return;
+  std::lock_guard<std::mutex> lock(load_mutex_);
+  if (vendor_) return;
+  CurrentContext current(context_.get());
+  vendor_ = std::make_unique<Vendor>();
+  vendor_loaded_.store(true, std::memory_order_release);
+}
+
+int64_t Launcher::vendor_workspace(const mp_problem& p, const mp_plan& plan,
+                                   const Operands& operands) {
+  int64_t most = 0;
+  for (int i = 0; i < plan.region_count; ++i) {
+    const mp_region& r = plan.regions[i];
+    const int64_t bytes =
+        r.kernel == MP_VENDOR ? vendor_->workspace_bytes(p, r, operands) : r.workspace_bytes;
+    if (bytes < 0) return -1;
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
 void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& operands,
                       void* workspace, void* counters, CUstream stream, TensorMapCache* maps) {
   for (int i = 0; i < plan.region_count; ++i) {
     const mp_region& r = plan.regions[i];
+    if (r.kernel == MP_VENDOR) {
+      vendor_->launch(p, r, operands, workspace, stream);
+      continue;
+    }
     const mp_kernel& k = pack_->kernel(r.kernel);
     if (!functions_[r.kernel])
       fail(MP_NO_KERNEL, "kernel ", k.name, " does not fit GPU ", ordinal_);

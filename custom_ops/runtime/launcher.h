@@ -16,6 +16,7 @@
 namespace moonpoly {
 
 class Pack;
+class Vendor;
 
 struct Operands {
   const void *a, *b, *bias;
@@ -47,6 +48,15 @@ class Launcher {
 
   // Loads every kernel of a dtype and precision; does nothing the second time.
   void load(int dtype, int precision);
+
+  // Makes the handle of cuBLASLt, unless there is one; plans that use it need it. Throws
+  // Error(MP_NO_DRIVER) where the library is absent.
+  void load_vendor();
+
+  // Bytes of workspace that a plan with cuBLASLt takes at these operands, at most what it says; -1
+  // where cuBLASLt has no algorithm for them.
+  int64_t vendor_workspace(const mp_problem& problem, const mp_plan& plan,
+                           const Operands& operands);
 
   // The kernels that the plan names must be loaded. `maps` may be null; it belongs to one (problem,
   // plan).
@@ -81,6 +91,8 @@ class Launcher {
   std::array<std::atomic<bool>, 6> loaded_{};  // by dtype and precision
   std::vector<CUmodule> modules_;
   std::vector<CUfunction> functions_;
+  std::unique_ptr<Vendor> vendor_;
+  std::atomic<bool> vendor_loaded_{false};
   CUdeviceptr counters_ = 0;
   std::mutex slot_mutex_;
   std::array<Slot, kSlots> slots_;

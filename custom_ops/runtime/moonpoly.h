@@ -18,8 +18,8 @@
 extern "C" {
 #endif
 
-#define MP_API_VERSION 1
-#define MP_PACK_VERSION 2
+#define MP_API_VERSION 2
+#define MP_PACK_VERSION 3
 
 typedef enum mp_status {
   MP_OK = 0,
@@ -71,6 +71,9 @@ typedef struct mp_device {
 
 // ---- the plan ------------------------------------------------------------------------------------
 #define MP_MAX_REGIONS 16
+// As the kernel of a region: not one of the pack, but cuBLASLt's own choice. Then `grid` is 1, `split`
+// 1, and workspace_bytes the most that it may take.
+#define MP_VENDOR (-2)
 
 // One launch: rows [m0, m0+m), columns [n0, n0+n), batch entries [z0, z0+z) of Y.
 // The kernel sees the region as a problem of its own: operand pointers are moved by the launcher to row m0
@@ -78,7 +81,7 @@ typedef struct mp_device {
 // div/mod map, so tensor maps span a_mod, b_mod and all of the problem's batch entries. Workspace and
 // counters are indexed by the entry within the region.
 typedef struct mp_region {
-  int32_t kernel;  // index in the pack
+  int32_t kernel;  // index in the pack, or MP_VENDOR
   int32_t split;   // K is cut into this many slices (persistent: at most about so many); 1: no workspace used
   int64_t m0, m, n0, n, z0, z;
   int64_t grid;    // blocks of the one-dimensional grid
@@ -98,7 +101,7 @@ typedef struct mp_plan {
 
 // ---- the pack ------------------------------------------------------------------------------------
 // File: mp_pack_header | mp_kernel[kernel_count] | mp_param lists (int32) | mp_table[table_count] each
-// followed by its mp_cost[kernel_count] | strings | cubins (each 64-byte aligned). Little-endian.
+// followed by its mp_cost[kernel_count] and mp_vendor_cost[vendor_count] | strings | cubins (each 64-byte aligned). Little-endian.
 // A pack without cubins ("catalog", cubin_bytes == 0 everywhere) can plan but not launch.
 
 typedef enum mp_family {
@@ -169,10 +172,44 @@ typedef struct mp_cost {  // measured at native occupancy; all zero: not measure
 typedef struct mp_table {
   char gpu[64];  // exact device name
   int32_t sm_count;
-  int32_t reserved;
+  int32_t vendor_count;   // classes of problems for which cuBLASLt was measured; 0: it is never chosen
   double bandwidth_gbps;  // of the memory, as the timings show it
   double launch_us;       // an empty kernel, back to back on one stream
 } mp_table;
+
+// The time of cuBLASLt's first choice on one class of problems, fitted to timings. It is the least of
+// those of a few tiles, each with K cut into 1, f / 2 or f <= 16 slices, f = SMs / tiles,
+//   fixed + epilogue * waves * area + hypot(loop, traffic) + (split > 1: split + slice * split * area)
+//   loop = K steps of 64 per slice * step_us * (full waves + last: lone + (1 - lone) * share of SMs)
+// with areas in units of 64 x 64 elements, one block an SM; times the exponential of
+// misaligned[operand][2, 4, 8 bytes] for A, B and Y, and of `nodes` interpolated linearly between
+// log2 of M, N, K = first + node * MP_VENDOR_NODE_STEP (first: 0, 3, 3).
+#define MP_VENDOR_TILES 8
+#define MP_VENDOR_NODES 5
+#define MP_VENDOR_NODE_STEP 3.5
+typedef struct mp_vendor_tile {
+  int32_t bm, bn;
+  float step_us;  // one K step of 64 of a full wave
+} mp_vendor_tile;
+typedef struct mp_log_factors {
+  float misaligned[3][3];
+  float nodes[MP_VENDOR_NODES * MP_VENDOR_NODES * MP_VENDOR_NODES];  // K fastest
+} mp_log_factors;
+typedef struct mp_vendor_cost {
+  int32_t dtype, precision, trans_a, trans_b;
+  int32_t aligned;  // 1: A, B and Y at 16 bytes; 0: not all of them
+  int32_t batched;  // 1: batch > 1
+  int32_t tile_count;
+  float margin;     // it is chosen where this times its prediction is below that of the other plan
+  float fixed_us, epilogue_us, split_us, slice_us;
+  float lone_share;
+  float bandwidth_gbps;
+  mp_vendor_tile tiles[MP_VENDOR_TILES];
+  mp_log_factors correction;
+  // What plans of the pack's kernels took, over what was predicted: their prediction is multiplied
+  // by this before the two are compared. The least of many predictions is too low more often than not.
+  mp_log_factors promise;
+} mp_vendor_cost;
 
 typedef struct mp_pack_header {
   char magic[8];        // "MOONPACK"
@@ -207,10 +244,16 @@ mp_status mp_device_query(int32_t ordinal, mp_device* out);
 // Blocks of a kernel that one SM holds, by CUDA's occupancy rules; 0: it does not fit, or is no kernel.
 int32_t mp_blocks_per_sm(const mp_kernel* kernel, const mp_device* device);
 
+// What a plan must do without (tuner, ablations); a sum of these.
+typedef enum mp_plan_flags {
+  MP_PLAN_NO_VENDOR = 4  // cuBLASLt
+} mp_plan_flags;
+
 // Plans a problem; pure arithmetic, needs no GPU. `only_kernel` >= 0 and `only_split` >= 1 force a choice
-// (tuner, tests); -1 and 0 let the planner choose.
+// (tuner, tests); -1 and 0 let the planner choose. `only_kernel` MP_VENDOR forces cuBLASLt, which is
+// planned whether or not its library is here, with a catalog only by force. `flags`: mp_plan_flags.
 mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device, const mp_problem* problem,
-                          int32_t only_kernel, int32_t only_split, mp_plan* out);
+                          int32_t only_kernel, int32_t only_split, int32_t flags, mp_plan* out);
 
 // The problem that an ONNX node amounts to at given shapes, formed as the custom ops form it (A and B
 // may swap places), for buffers that start 16-byte aligned. `launches`: batch axes beyond two groups

@@ -17,6 +17,7 @@
 #include "shape.h"
 #include "shape_inference.h"
 #include "stats.h"
+#include "vendor.h"
 
 namespace moonpoly {
 namespace {
@@ -29,7 +30,7 @@ struct Tensor {
 // A problem that a node has met, its plan, and the tensor maps of its operands.
 struct Met {
   mp_problem problem;
-  bool workspace;
+  unsigned uses;
   std::shared_ptr<const Planned> planned;
   TensorMapCache maps;
 };
@@ -75,15 +76,15 @@ class Kernel {
   virtual void execute(OrtKernelContext* context, const Product& product,
                        const Operands& operands) = 0;
 
-  std::shared_ptr<Met> meet(const Planner& planner, const mp_problem& problem, bool workspace) {
-    if (auto known = met_.find(problem, workspace)) {
+  std::shared_ptr<Met> meet(const Planner& planner, const mp_problem& problem, unsigned uses) {
+    if (auto known = met_.find(problem, uses)) {
       stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
       return known;
     }
     auto fresh = std::make_shared<Met>();
     fresh->problem = problem;
-    fresh->workspace = workspace;
-    fresh->planned = planner.planned(problem, workspace);
+    fresh->uses = uses;
+    fresh->planned = planner.planned(problem, uses);
     met_.insert(fresh);
     return fresh;
   }
@@ -149,6 +150,16 @@ void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Pl
   ort.warn(info, text);
 }
 
+// Whether a session's plans on a GPU may use cuBLASLt.
+bool takes_vendor(VendorUse use, const Planner& planner) {
+  if (use == VendorUse::kOff) return false;
+  if (use == VendorUse::kOn && !planner.has_vendor()) {
+    fail(MP_BAD_PACK, "moonpoly.vendor is 1, but the kernel pack has no timings of cuBLASLt on ",
+         planner.device().name, "; set it to auto or 0, or tune for this GPU");
+  }
+  return planner.has_vendor() && (use == VendorUse::kOn || try_cublaslt(nullptr));
+}
+
 class CudaKernel final : public Kernel {
  public:
   CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
@@ -161,6 +172,7 @@ class CudaKernel final : public Kernel {
     planner_ = pack->planner(device);
     launcher_ = Launcher::get(std::move(pack), ordinal);
     launcher_->load(op.dtype, op.dtype == MP_F32 ? op.settings->precision : MP_TF32);
+    if (takes_vendor(op.settings->vendor, *planner_)) load_vendor(op.settings->vendor, info);
     warn_once_without_table(ort_, info, *planner_);
   }
 
@@ -172,19 +184,29 @@ class CudaKernel final : public Kernel {
     const auto stream = static_cast<CUstream>(handle);
     // Without a stream of its own a run gets no stream-ordered scratch memory: plan without
     // split-K.
-    const auto met = meet(*planner_, product.problem, stream != nullptr);
-    const mp_plan& plan = met->planned->plan;
+    const unsigned uses = (stream ? kUsesWorkspace : 0) | (product.loop_count == 0 ? vendor_ : 0);
+    const auto met = meet(*planner_, product.problem, uses);
+    std::shared_ptr<const Planned> planned = met->planned;
 
     CurrentContext current(launcher_->context());
+    int64_t workspace = planned->plan.workspace_bytes;
+    if (uses_vendor(planned->plan)) {
+      workspace = launcher_->vendor_workspace(product.problem, planned->plan, operands);
+      if (workspace < 0) {
+        planned = planner_->planned(product.problem, uses & ~kUsesVendor);
+        workspace = planned->plan.workspace_bytes;
+      }
+    }
+    const mp_plan& plan = planned->plan;
     void* counters = plan.counters ? launcher_->counters_for(stream, plan.counters) : nullptr;
     // Ordered by the stream: ONNX Runtime hands this memory to another stream only after a
     // synchronisation, so that it may be freed as soon as the launches are queued. There is room
     // for counters in it even where none are needed there: a captured run, which cannot make the
     // arena grow, then asks for what the runs before it did.
     const int64_t own_bytes = plan.counters * static_cast<int64_t>(sizeof(int32_t));
-    const Scratch scratch(ort_, context, allocator_, plan.workspace_bytes + own_bytes);
+    const Scratch scratch(ort_, context, allocator_, workspace + own_bytes);
     if (plan.counters && !counters) {
-      counters = static_cast<char*>(scratch.data()) + plan.workspace_bytes;
+      counters = static_cast<char*>(scratch.data()) + workspace;
       launcher_->clear(counters, plan.counters, stream);
     }
     TensorMapCache* maps = product.loop_count == 0 ? &met->maps : nullptr;
@@ -193,7 +215,18 @@ class CudaKernel final : public Kernel {
     });
   }
 
+  void load_vendor(VendorUse use, const OrtKernelInfo* info) {
+    try {
+      launcher_->load_vendor();
+      vendor_ = kUsesVendor;
+    } catch (const Error& e) {
+      if (use == VendorUse::kOn) throw;
+      ort_.warn(info, std::string("MoonPoly plans without cuBLASLt: ") + e.what());
+    }
+  }
+
   const KernelAllocator allocator_;
+  unsigned vendor_ = 0;  // or kUsesVendor
   std::shared_ptr<const Planner> planner_;
   std::shared_ptr<Launcher> launcher_;
 };
@@ -240,7 +273,7 @@ class InterpretedKernel final : public Kernel {
            "use "
            "moonpoly_ort.InferenceSession(backend=\"interpreter\")");
     }
-    const auto met = meet(*planner_, product.problem, true);
+    const auto met = meet(*planner_, product.problem, kUsesWorkspace);
     for_each_launch(product, operands, [&](const Operands& moved) {
       char text[2048] = "";
       const int32_t failed =

@@ -14,11 +14,14 @@ namespace moonpoly {
 class Pack;
 
 enum class Backend { kAuto, kCuda, kInterpreter };
+// Of cuBLASLt as a candidate. kAuto: where it was measured on the GPU and its library is there.
+enum class VendorUse { kAuto, kOff, kOn };
 
 // What a session asked for, read once at registration.
 struct Settings {
   Backend backend = Backend::kAuto;
   int32_t precision = MP_TF32;
+  VendorUse vendor = VendorUse::kAuto;
   std::string pack_path;                  // empty: search
   std::vector<std::string> pack_folders;  // in order
 

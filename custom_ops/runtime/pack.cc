@@ -12,6 +12,7 @@
 
 #include "error.h"
 #include "planner.h"
+#include "vendor_model.h"
 
 namespace moonpoly {
 namespace {
@@ -109,14 +110,34 @@ void Pack::verify() const {
            static_cast<uint64_t>(offset) <= bytes_ &&
            count <= (bytes_ - static_cast<uint64_t>(offset)) / size;
   };
-  const uint64_t table_bytes = sizeof(mp_table) + uint64_t{h.kernel_count} * sizeof(mp_cost);
   if (h.kernel_count == 0) refuse("holds no kernel");
   if (!holds(h.kernels_offset, h.kernel_count, sizeof(mp_kernel)) || h.kernels_offset % 8 ||
-      !holds(h.params_offset, h.param_count, sizeof(int32_t)) ||
-      !holds(h.tables_offset, h.table_count, table_bytes) || h.tables_offset % 8) {
+      !holds(h.params_offset, h.param_count, sizeof(int32_t)) || !holds(h.tables_offset, 0, 1) ||
+      h.tables_offset % 8) {
     refuse("has a section outside the file or misaligned");
   }
+  verify_tables();
   for (uint32_t i = 0; i < h.kernel_count; ++i) verify_kernel(i);
+}
+
+void Pack::verify_tables() const {
+  int64_t offset = header().tables_offset;
+  for (uint32_t i = 0; i < header().table_count; ++i) {
+    const auto fits = [&](int64_t bytes) { return bytes <= static_cast<int64_t>(bytes_) - offset; };
+    const auto refuse = [&](const auto&... why) {
+      fail(MP_BAD_PACK, "kernel pack '", path_, "': table ", i, " ", why..., kRebuild);
+    };
+    if (!fits(sizeof(mp_table))) refuse("lies outside the file");
+    const auto& table = *at<mp_table>(offset);
+    if (table.vendor_count < 0 || table.vendor_count > 96 || !fits(table_bytes(table)))
+      refuse("lies outside the file");
+    for (int32_t j = 0; j < table.vendor_count; ++j) {
+      if (const char* why = fault(vendor_costs(table)[j])) {
+        refuse("has a model of cuBLASLt that ", why);
+      }
+    }
+    offset += table_bytes(table);
+  }
 }
 
 void Pack::verify_kernel(int index) const {
@@ -164,9 +185,10 @@ void Pack::verify_kernel(int index) const {
 }
 
 const mp_cost* Pack::costs_for(const mp_device& device, const mp_table** table) const {
-  const int64_t stride = sizeof(mp_table) + int64_t{kernel_count()} * sizeof(mp_cost);
+  int64_t offset = header().tables_offset;
   for (uint32_t i = 0; i < header().table_count; ++i) {
-    const auto* t = at<mp_table>(header().tables_offset + i * stride);
+    const auto* t = at<mp_table>(offset);
+    offset += table_bytes(*t);
     if (std::strncmp(t->gpu, device.name, sizeof t->gpu) == 0 && t->sm_count == device.sm_count) {
       *table = t;
       return reinterpret_cast<const mp_cost*>(t + 1);

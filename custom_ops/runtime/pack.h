@@ -47,6 +47,11 @@ class Pack {
   }
   // The costs measured on exactly this GPU, one per kernel, or null. `table` receives their header.
   const mp_cost* costs_for(const mp_device& device, const mp_table** table) const;
+  // What a table says of cuBLASLt: table->vendor_count entries.
+  const mp_vendor_cost* vendor_costs(const mp_table& table) const {
+    const auto* costs = reinterpret_cast<const mp_cost*>(&table + 1);
+    return reinterpret_cast<const mp_vendor_cost*>(costs + kernel_count());
+  }
 
   // The planner of this pack for a device; made once per device.
   std::shared_ptr<const Planner> planner(const mp_device& device) const;
@@ -60,7 +65,12 @@ class Pack {
   static int class_index(int dtype, int precision, bool trans_a, bool trans_b) {
     return ((dtype * 2 + precision) * 2 + trans_a) * 2 + trans_b;
   }
+  int64_t table_bytes(const mp_table& table) const {
+    return sizeof(mp_table) + int64_t{kernel_count()} * sizeof(mp_cost) +
+           int64_t{table.vendor_count} * sizeof(mp_vendor_cost);
+  }
   void verify() const;
+  void verify_tables() const;
   void verify_kernel(int index) const;
 
   std::string path_;

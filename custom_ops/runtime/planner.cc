@@ -30,12 +30,16 @@ int64_t stored_entries(int64_t batch, int32_t div, int32_t mod) {
   return std::min<int64_t>(mod, ceil_div(batch, div));
 }
 
+}  // namespace
+
 double unique_bytes(const mp_problem& p, int64_t m, int64_t n, int64_t batch) {
   const double a = double(stored_entries(batch, p.a_div, p.a_mod)) * m * p.k;
   const double b = double(stored_entries(batch, p.b_div, p.b_mod)) * p.k * n;
   const double c = p.bias == MP_BIAS_MATRIX ? double(m) * n : 0;
   return (a + b + c + double(batch) * m * n) * element_bytes(p.dtype);
 }
+
+namespace {
 
 bool runs_on(int pack_sm, int device_sm) {
   // From sm_90 on Triton compiles for the architecture itself (sm_90a); before, code runs on every
@@ -125,6 +129,11 @@ Planner::Planner(const Pack& pack, const mp_device& device)
   has_table_ = measured != nullptr;
   model_ = DeviceModel(device, table);
   costs_ = kernel_costs(&pack.kernel(0), pack.kernel_count(), device, model_, measured);
+  if (table) {
+    vendor_ = VendorModel(pack.vendor_costs(*table), table->vendor_count, model_);
+    // A catalog is for explaining and interpreting our own kernels.
+    offers_vendor_ = !vendor_.empty() && !pack.is_catalog();
+  }
 }
 
 void Planner::consider(int index, const Extent& e, const PlanRequest& request, Choice* best) const {
@@ -268,6 +277,7 @@ void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out
   check_problem(p);
   std::memset(out, 0, sizeof *out);
   if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+  if (request.only_kernel == MP_VENDOR) return plan_vendor(p, request, out);
   for (int64_t m0 = 0; m0 < p.m; m0 += kMaxExtent) {
     for (int64_t n0 = 0; n0 < p.n; n0 += kMaxExtent) {
       mp_region area{};
@@ -279,16 +289,18 @@ void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out
       cover(p, area, request, out);
     }
   }
+  if (request.only_kernel < 0 && request.only_split <= 0) plan_vendor(p, request, out);
 }
 
-std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, bool workspace) const {
-  if (auto known = memory_.find(p, workspace)) return known;
+std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, unsigned uses) const {
+  if (auto known = memory_.find(p, uses)) return known;
   const auto start = std::chrono::steady_clock::now();
   auto fresh = std::make_shared<Planned>();
   fresh->problem = p;
-  fresh->workspace = workspace;
+  fresh->uses = uses;
   PlanRequest request;
-  request.workspace = workspace;
+  request.workspace = (uses & kUsesWorkspace) != 0;
+  if (!(uses & kUsesVendor)) request.flags |= MP_PLAN_NO_VENDOR;
   plan(p, request, &fresh->plan);
   const auto elapsed = std::chrono::steady_clock::now() - start;
   stats().add_miss(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());

@@ -10,21 +10,26 @@
 #include "cost_model.h"
 #include "moonpoly.h"
 #include "problem_cache.h"
+#include "vendor_model.h"
 
 namespace moonpoly {
 
 class Pack;
 
 struct PlanRequest {
-  int only_kernel = -1;   // >= 0: this kernel or an error
+  int only_kernel = -1;   // >= 0, or MP_VENDOR: this kernel or an error
   int only_split = 0;     // >= 1: this split or an error
   bool workspace = true;  // false: no split-K, for callers that have no stream-ordered memory
+  int flags = 0;          // mp_plan_flags
 };
+
+// What a caller's plans may use besides kernels of the pack; bits of ProblemCache's `uses`.
+constexpr unsigned kUsesWorkspace = 1, kUsesVendor = 2;
 
 // A problem with its plan, as the planner remembers it.
 struct Planned {
   mp_problem problem;
-  bool workspace;
+  unsigned uses;
   mp_plan plan;
 };
 
@@ -39,10 +44,12 @@ class Planner {
 
   // The remembered plan, made on first sight. Layers of a model repeat the same problems, so that a
   // new input size costs a few searches, not one per node.
-  std::shared_ptr<const Planned> planned(const mp_problem& problem, bool workspace) const;
+  std::shared_ptr<const Planned> planned(const mp_problem& problem, unsigned uses) const;
 
   // Whether costs of this very GPU were in the pack.
   bool has_table() const { return has_table_; }
+  // Whether they tell of cuBLASLt too, so that it may be chosen.
+  bool has_vendor() const { return offers_vendor_; }
   const mp_device& device() const { return device_; }
 
  private:
@@ -55,18 +62,25 @@ class Planner {
   void consider(int kernel, const Extent& extent, const PlanRequest& request, Choice* best) const;
   void cover(const mp_problem& problem, const mp_region& area, const PlanRequest& request,
              mp_plan* out) const;
+  // Puts cuBLASLt in the place of the plan where that is promised to be faster, or forced.
+  void plan_vendor(const mp_problem& problem, const PlanRequest& request, mp_plan* out) const;
 
   const Pack& pack_;
   mp_device device_;
   bool has_table_ = false;
   DeviceModel model_;
   std::vector<KernelCost> costs_;
+  VendorModel vendor_;
+  bool offers_vendor_ = false;
   mutable ProblemCache<const Planned, 256> memory_;
 };
 
 // Why the kernel cannot run the problem, or null if it can. The one legality rule: planner,
 // launcher and forced choices all ask it.
 const char* refusal(const mp_kernel& kernel, const mp_problem& problem);
+
+// Bytes of all operands of m rows, n columns and `batch` entries of the problem, each once.
+double unique_bytes(const mp_problem& problem, int64_t m, int64_t n, int64_t batch);
 
 // Checks sizes, strides and codes of a problem that came from outside. Throws Error(MP_INVALID).
 void check_problem(const mp_problem& problem);

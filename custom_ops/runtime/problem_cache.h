@@ -15,15 +15,15 @@
 namespace moonpoly {
 
 // Set-associative, four ways, the oldest of a set is evicted. `Entry` has members `problem` and
-// `workspace` (whether its plan may use one). Entries are shared pointers, so that an eviction does
+// `uses` (what its plan may use besides). Entries are shared pointers, so that an eviction does
 // not pull one from under a running launch.
 template <typename Entry, size_t kSets>
 class ProblemCache {
  public:
-  std::shared_ptr<Entry> find(const mp_problem& problem, bool workspace) {
+  std::shared_ptr<Entry> find(const mp_problem& problem, unsigned uses) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& entry : sets_[index_of(problem)].ways) {
-      if (entry && entry->workspace == workspace &&
+      if (entry && entry->uses == uses &&
           std::memcmp(&entry->problem, &problem, sizeof problem) == 0) {
         return entry;
       }

@@ -127,6 +127,9 @@ def _show(outcome: Outcome) -> None:
             ("the same without a table", checked.untuned_share, ""),
         ):
             rows.append((name, f"{mean:.4f}", worst, len(checked.checks), 0, ""))
+        if checked.against_vendor is not None:
+            name, mean = "the same, cuBLASLt among both", checked.allowed_share
+            rows.append((name, f"{mean:.4f}", "", len(checked.checks), 0, ""))
     out.print(table("", columns, rows))
     if checked is not None:
         worst_rows = [

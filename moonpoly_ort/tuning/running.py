@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from .measuring import CandidateFault, Effort, Measurer, bandwidth_gbps, launch_
 from .schedule import Group, Schedule
 from .selecting import superfluous
 from .shapes import LAYOUTS, NUMBERS, Shape
+from .vendor_timings import vendor_costs
 from .verifying import Verified, fresh, verify
 from .weights import Weight, weights
 
@@ -105,7 +106,7 @@ class Outcome:
                 fields = ("mean", "worst", "shapes", "untimed", "error")
                 fitted[name] = {field: getattr(quality, field) for field in fields}
         if self.verified is not None:
-            names = ("mean", "worst", "untuned", "untuned_share", "against_vendor")
+            names = ("mean", "worst", "untuned", "untuned_share", "against_vendor", "allowed_share")
             fitted["verified"] = {name: getattr(self.verified, name) for name in names} | {
                 "checks": [asdict(check) for check in self.verified.checks]
             }
@@ -169,9 +170,9 @@ def tune(
         if not book.record.facts.get("clocks"):
             book.facts(book.record.facts | {"clocks": busy.state(bus)[1]})
 
-        def verified(planner: Planner, table: tables.Table) -> Verified | None:
+        def verified(table: tables.Table) -> Verified | None:
             say("timing the plans that the table gives, on other shapes")
-            return bench.verify(planner, table, groups, book.record, report)
+            return bench.verify(table, groups, book.record, report)
 
         return _conclude(options, book.record, path, pack, folder, left, begun, say, verified)
 
@@ -273,7 +274,8 @@ class Bench:
             self.launcher = stack.enter_context(native.Launcher(self.loaded, options.gpu))
             self.gpu = stack.enter_context(cuda.Gpu(options.gpu))
             # The same kernels without a table: what was measured before must play no part.
-            planner = Planner(pack, device, 0.0, Path(scratch))
+            self._scratch = Path(scratch)
+            planner = Planner(pack, device, 0.0, self._scratch)
             self.catalog = stack.enter_context(planner.without_table())
             self._stack = stack.pop_all()
         self._limit = int(self.gpu.free_bytes() * MEMORY_SHARE / 2)
@@ -319,13 +321,15 @@ class Bench:
         return len(schedule)
 
     def verify(
-        self, planner: Planner, table: tables.Table, groups: Mapping[Group, list[Shape]],
+        self, table: tables.Table, groups: Mapping[Group, list[Shape]],
         record: journal.Record, report: Report,
     ) -> Verified | None:  # fmt: skip
         """Times the plans that a table gives on shapes that it was not made from."""
         deadline = time.monotonic() + 60 * self.options.minutes * VERIFY_SHARE
         wanted = fresh(_others(self.options, groups), record.timings)
-        with planner.with_table(table) as tuned:
+        # A pack with code: from a catalog the vendor's library is never chosen.
+        path = packs.write_with_tables(self.loaded.path, self._scratch / "tuned.mpk", [table])
+        with native.Pack(path) as tuned:
             return verify(
                 wanted, self._measurer, self._kernels(record), tuned, self.device, deadline,
                 self._fits, self._vendor, report,
@@ -375,7 +379,7 @@ def _concerns(kernel: native.KernelRecord, groups: Mapping[Group, list[Shape]]) 
 def _conclude(
     options: Options, record: journal.Record, path: Path, pack: Path, folder: Path, left: int,
     begun: float, say: Callable[[str], None],
-    verified: Callable[[Planner, tables.Table], Verified | None] = lambda planner, table: None,
+    verified: Callable[[tables.Table], Verified | None] = lambda table: None,
 ) -> Outcome:  # fmt: skip
     """Fits the costs, chooses the set, writes the table."""
     header, facts = record.header, record.facts
@@ -399,9 +403,10 @@ def _conclude(
         partial = bool(options.model or options.only)  # such timings do not speak for all shapes
         dropped = [] if options.keep_all or partial else _dropped(planner, record)
         table = _table(planner, record, fitted, dropped)
+        table = replace(table, vendor=vendor_costs(planner, table, record))
         target = folder / table.name
         tables.dump(table, target)
-        checked = verified(planner, table)
+        checked = verified(table)
     if options.tuned_pack is not None:
         packs.write_with_tables(pack, options.tuned_pack, [table])
     if options.pack is None and options.output is None and not options.trial:

@@ -19,7 +19,9 @@ from .shapes import Shape
 
 PLAIN, BATCHED = 20, 8  # shapes of a group
 TUNED, UNTUNED = "plan", "plan without a table"
-ALWAYS = (TUNED, UNTUNED, VENDOR_NAME)
+ALLOWED = "plan with cuBLASLt"  # only where it goes there
+NOT_OURS = (ALLOWED, VENDOR_NAME)
+ALWAYS = (TUNED, UNTUNED, *NOT_OURS)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Check:
     tuned: str
     best: str
     vendor_us: float | None = None  # of the vendor's library, where it was timed
+    allowed_us: float | None = None  # of the plan with it as a candidate, where it goes there
 
     @property
     def share(self) -> float:
@@ -64,6 +67,15 @@ class Verified:
         """Speed of the plans against the vendor's library: the geometric mean, where timed."""
         both = [(c.vendor_us, c.tuned_us) for c in self.checks if c.vendor_us is not None]
         return _geometric([other / ours for other, ours in both]) if both else None
+
+    @property
+    def allowed_share(self) -> float:
+        """Of best time / time of the plan, the vendor's library among both."""
+        return statistics.fmean(
+            min(c.best_us, c.vendor_us or math.inf, c.allowed_us or math.inf)
+            / (c.allowed_us or c.tuned_us)
+            for c in self.checks
+        )
 
     @property
     def untuned_share(self) -> float:
@@ -108,18 +120,19 @@ def verify(
         candidates = promising(kernels.legal(problem), slowest=1.6)
         if not candidates or not fits(shape, candidates):
             continue
-        plan, plain = tuned.plan(device, problem), kernels.pack.plan(device, problem)
-        if any((p.region_count == 0) for p in (plan, plain)):
-            continue
+        plan = tuned.plan(device, problem, flags=native.PlanFlag.NO_VENDOR)
+        plain, allowed = kernels.pack.plan(device, problem), tuned.plan(device, problem)
         candidates += [Candidate(TUNED, -1, 0, plan), Candidate(UNTUNED, -1, 0, plain)]
+        if any(region.kernel == native.VENDOR for region in allowed.regions):
+            candidates.append(Candidate(ALLOWED, -1, 0, allowed))
         times = measurer.time(shape, candidates + others(shape), always=ALWAYS)
         us = {timed.name: timed.us for timed in times if timed.name in ALWAYS}
-        own = [timed for timed in times if timed.careful and timed.name != VENDOR_NAME]
+        own = [timed for timed in times if timed.careful and timed.name not in NOT_OURS]
         best = min(own, key=lambda timed: timed.us)
         checks.append(
             Check(str(shape), us[TUNED], us[UNTUNED], best.us, describe(tuned, plan),
                   best.name if best.split < 2 else f"{best.name}/{best.split}",
-                  us.get(VENDOR_NAME))
+                  us.get(VENDOR_NAME), us.get(ALLOWED))
         )  # fmt: skip
     report(len(wanted), len(wanted), "")
     return Verified(tuple(sorted(checks, key=lambda check: check.share))) if checks else None

@@ -9,7 +9,7 @@ import onnxruntime as ort
 import pytest
 from typer.testing import CliRunner
 
-from moonpoly_ort import doctor, packs, tables
+from moonpoly_ort import doctor, native, packs, tables
 from moonpoly_ort.cli import app
 
 
@@ -19,7 +19,7 @@ def test_finds_versions_library_and_providers() -> None:
     assert found.onnxruntime["providers"] == ort.get_available_providers()
     assert found.packages["onnx"]
     assert Path(found.library["path"]).is_file()
-    assert found.library["api_version"] == 1
+    assert found.library["api_version"] == native.API_VERSION
 
 
 def test_json_is_complete_and_plain() -> None:

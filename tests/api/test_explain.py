@@ -43,6 +43,22 @@ def test_every_taken_node_has_a_plan(model: Path) -> None:
         assert not plan.why_not
 
 
+def test_a_plan_for_cublaslt_is_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forced(pack: native.Pack, device: native.Device, problem: native.Problem) -> native.Plan:
+        plan = plain(pack, device, problem, kernel=native.VENDOR)
+        plan._regions[0].predicted_us = plan.predicted_us = 5.0
+        return plan
+
+    plain = native.Pack.plan
+    monkeypatch.setattr(native.Pack, "plan", forced)
+    shown = explain(model, {"batch": 37}, gpu="H200")
+    assert [r.kernel for plan in shown for r in plan.regions] == ["cuBLASLt"] * 2
+    assert "cuBLASLt" in str(shown)
+    json.dumps(shown.as_dict(), allow_nan=False)
+
+
 @pytest.mark.parametrize("form", [Path, str, onnx.load, lambda path: path.read_bytes()])
 def test_takes_every_form_of_a_model(model: Path, form) -> None:
     assert explain(form(model), {"batch": 1}, gpu="L4").plans[0].regions

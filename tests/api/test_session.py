@@ -187,6 +187,16 @@ def test_a_wrong_choice_names_the_accepted_ones(model: Path, wrong: dict[str, st
         register(ort.SessionOptions(), **wrong)
 
 
+def test_a_vendor_choice_is_a_switch(model: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"vendor = 'yes'; accepted: None, False, True"):
+        InferenceSession(model, providers=CPU, vendor="yes")
+    with pytest.raises(ArgumentError, match=r"vendor = 3; accepted"):
+        register(ort.SessionOptions(), vendor=3)
+    # Without the library it changes nothing.
+    session = InferenceSession(model, providers=CPU, vendor=False)
+    assert session.moonpoly_backend == "onnxruntime"
+
+
 @pytest.mark.parametrize("wrong", [None, "options"])
 def test_registers_on_session_options_alone(wrong: object) -> None:
     with pytest.raises(ArgumentError, match="SessionOptions is needed"):

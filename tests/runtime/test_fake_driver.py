@@ -1,5 +1,6 @@
 """Runs `fake_driver/cases_*.py` in a process of their own whose libcuda.so.1 is `fake_cuda.cc`: the
-CUDA path down to the driver calls, on a machine without a GPU.
+CUDA path down to the driver calls, on a machine without a GPU. Only those of cuBLASLt find a
+cuBLASLt there, `fake_cublaslt.cc`.
 """
 
 from __future__ import annotations
@@ -15,28 +16,40 @@ import pytest
 HERE = Path(__file__).parent / "fake_driver"
 
 
+VENDOR = "libcublasLt.so.13"
+WITH_VENDOR = ("cases_vendor.py", "cases_vendor_tune.py")
+STAND_INS = {"libcuda.so.1": "fake_cuda.cc", VENDOR: "fake_cublaslt.cc"}
+
+
 @pytest.fixture(scope="module")
-def driver_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of each stand-in, the folder that holds it alone."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("needs a C++ compiler to build the stand-in for libcuda")
-    folder = tmp_path_factory.mktemp("driver")
-    subprocess.run(
-        [
-            compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1",
-            str(HERE / "fake_cuda.cc"), "-o", str(folder / "libcuda.so.1"),
-        ],
-        check=True,
-    )  # fmt: skip
-    return folder
+        pytest.skip("needs a C++ compiler to build the stand-ins for CUDA's libraries")
+    made = {}
+    for name, source in STAND_INS.items():
+        folder = tmp_path_factory.mktemp("library")
+        subprocess.run(
+            [
+                compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{name}",
+                str(HERE / source), "-o", str(folder / name),
+            ],
+            check=True,
+        )  # fmt: skip
+        made[name] = str(folder)
+    return made
 
 
 @pytest.mark.parametrize("cases", sorted(p.name for p in HERE.glob("cases_*.py")))
-def test_with_the_fake_driver(driver_folder: Path, cases: str) -> None:
-    path = os.pathsep.join([str(driver_folder), os.environ.get("LD_LIBRARY_PATH", "")])
+def test_with_the_fake_driver(folders: dict[str, str], cases: str) -> None:
+    names = list(STAND_INS) if cases in WITH_VENDOR else ["libcuda.so.1"]
+    path = os.pathsep.join(
+        [*(folders[name] for name in names), os.environ.get("LD_LIBRARY_PATH", "")]
+    )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)],
-        env=os.environ | {"LD_LIBRARY_PATH": path},
+        env=os.environ | {"LD_LIBRARY_PATH": path, "FAKE_CUBLASLT": f"{folders[VENDOR]}/{VENDOR}"},
         capture_output=True,
         text=True,
     )

@@ -133,9 +133,11 @@ def pack_bytes(
     *,
     sm: int = 90,
     tables: Sequence[tuple[native.Table, Sequence[native.Cost]]] = (),
+    vendor: Sequence[native.VendorCost] = (),
 ) -> bytes:
+    """`vendor`: what every table says of cuBLASLt."""
     kernels = list(kernels)
-    header = native.PackHeader(magic=b"MOONPACK", version=2, sm=sm, key=b"0" * 64, triton=b"tiny")
+    header = native.PackHeader(magic=b"MOONPACK", version=3, sm=sm, key=b"0" * 64, triton=b"tiny")
     header.header_bytes = ctypes.sizeof(header)
     params: list[int] = []
     records = []
@@ -144,8 +146,11 @@ def pack_bytes(
         records.append(kernel.record(len(params), own))
         params += own
     params += [NULL] * (len(params) % 2)  # keeps the tables at 8 bytes
+    for table, _ in tables:
+        table.vendor_count = len(vendor)
     table_data = b"".join(
-        bytes(table) + b"".join(bytes(cost) for cost in costs) for table, costs in tables
+        bytes(table) + b"".join(bytes(cost) for cost in (*costs, *vendor))
+        for table, costs in tables
     )
     header.kernel_count, header.param_count = len(kernels), len(params)
     header.table_count = len(tables)
@@ -170,6 +175,21 @@ def pack_bytes(
 def write_pack(path: Path, kernels: Iterable[TinyKernel], **options: object) -> Path:
     path.write_bytes(pack_bytes(kernels, **options))  # type: ignore[arg-type]
     return path
+
+
+def vendor_costs(us: float, **fields: float) -> list[native.VendorCost]:
+    """cuBLASLt takes `us` for everything, in every class of problems."""
+    costs = []
+    for number in ((0, 0), (1, 0), (2, 0), (2, 1)):
+        for rest in range(16):
+            cost = native.VendorCost(
+                dtype=number[0], precision=number[1], trans_a=rest >> 3, trans_b=rest >> 2 & 1,
+                aligned=rest >> 1 & 1, batched=rest & 1, tile_count=1, margin=1.0, fixed_us=us,
+                bandwidth_gbps=1e12, **fields,
+            )  # fmt: skip
+            cost.tiles[0] = native.VendorTile(bm=128, bn=128, step_us=1e-12)
+            costs.append(cost)
+    return costs
 
 
 def h200(**changes: float) -> native.Device:

@@ -38,8 +38,10 @@ class Node:
     living: ClassVar[list[Node]] = []
 
     def __init__(self, pack_path: Path, name: str = "MatMul", *, device: int = 0,
-                 dtype: native.Dtype = native.Dtype.F16, **attributes: float) -> None:  # fmt: skip
-        self.ort = FakeOrt({"moonpoly.pack": str(pack_path)}, device=device, attributes=attributes)
+                 dtype: native.Dtype = native.Dtype.F16, vendor: str = "",
+                 **attributes: float) -> None:  # fmt: skip
+        config = {"moonpoly.pack": str(pack_path), "moonpoly.vendor": vendor}
+        self.ort = FakeOrt(config, device=device, attributes=attributes)
         self.ort.register()
         self.op = self.ort.op(name, dtype)
         self.kernel = self.ort.create(self.op)

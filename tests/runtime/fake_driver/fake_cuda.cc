@@ -336,6 +336,8 @@ EXPORT int cuTensorMapEncodeTiled(char* map, int dtype, uint32_t rank, void* add
 // ---- for the tests
 // ---------------------------------------------------------------------------------
 EXPORT void fake_set_capturing(int on) { capturing = on; }
+// Time in which another library's work keeps the stream busy.
+EXPORT void fake_spend(double us) { (captured ? captured->us : clock_us) += us; }
 EXPORT void fake_set_worker(Worker function) { worker = function; }
 EXPORT void fake_set_l2_bytes(int bytes) { l2_bytes = bytes; }
 EXPORT void fake_hang(int on) { hanging = on; }

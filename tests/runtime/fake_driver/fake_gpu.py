@@ -39,9 +39,16 @@ def fake_cubin(kernel: tp.TinyKernel) -> bytes:
     return b"FAKE" + struct.pack(f"<{len(sizes) + 1}i", len(sizes), *sizes)
 
 
-def write_fake_pack(path: Path, sm: int = 90) -> Path:
+def write_fake_pack(path: Path, sm: int = 90, vendor_us: float | None = None) -> Path:
+    """With `vendor_us`, a table for GPU 0 says that cuBLASLt takes so long for everything."""
     kernels = [replace(k, cubin=fake_cubin(k)) for k in tp.standard_kernels()]
-    return tp.write_pack(path, kernels, sm=sm)
+    if vendor_us is None:
+        return tp.write_pack(path, kernels, sm=sm)
+    table = native.Table(gpu=b"NVIDIA H200", sm_count=132, bandwidth_gbps=4000, launch_us=1.0)
+    costs = [native.Cost() for _ in kernels]  # nothing of ours was measured
+    return tp.write_pack(
+        path, kernels, sm=sm, tables=[(table, costs)], vendor=tp.vendor_costs(vendor_us)
+    )
 
 
 @dataclass
