@@ -7,11 +7,8 @@
 Each launch sits in a CUDA graph, on operands rotated beyond L2, all candidates of a shape taking
 turns; figures are medians. One CSV row a shape; shapes that the output already holds are skipped,
 so that a run cut short goes on where it stopped. With `--oracle` one row for every kernel and K
-split that is legal for the shape and may be near the best: what `benchmarks.fit_costs` makes a
-table of measured costs from; all dtypes and layouts are meant to fit in a few minutes:
-
-    python -m benchmarks.bench_kernels --oracle --output oracle.csv --dtype f16,bf16,f32,f32ieee
-        --layout nn,nt,tn,tt
+split that is legal for the shape and may be near the best, and one for cuBLAS. Tables of measured
+costs come from `moonpoly tune`, not from here.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
-import json
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,13 +39,13 @@ from benchmarks.measuring import (
     rotation,
     time_graphs,
 )
-from benchmarks.operands import DTYPES, NUMBERS, Operands, Product, dense, dense_problem
+from benchmarks.operands import DTYPES, NUMBERS, Operands, Product, dense
 from benchmarks.recording import say
 from benchmarks.running import Provider
-from moonpoly_ort import native, packs
-from moonpoly_ort.errors import MoonPolyError
+from moonpoly_ort import native, packs, tuning
+from moonpoly_ort.tuning.candidates import Candidate, Kernels, promising
+from moonpoly_ort.tuning.shapes import anchors
 
-SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 HEAD = ["id", "class", "dtype", "layout", "m", "n", "k"]
 PLAN_HEAD = [*HEAD, "kernel", "split", "regions", "predicted_us", "us", "low_us", "high_us",
              "cublas_us", "cublas_low_us", "cublas_high_us", "speedup"]  # fmt: skip
@@ -74,8 +69,7 @@ class Shape:
         return dense(self.m, self.n, self.k, dtype, self.layout, precision)
 
     def problem(self) -> native.Problem:
-        dtype, precision = NUMBERS[self.dtype]
-        return dense_problem(self.m, self.n, self.k, dtype, self.layout, precision)
+        return tuning.Shape(self.dtype, self.layout, self.m, self.n, self.k).problem()
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -100,18 +94,9 @@ def built_in() -> Iterator[Shape]:
 
 
 def informative() -> Iterator[Shape]:
-    """What shows each kernel's costs: few and many K steps, waves that are partly full, full and
-    several, K split or not, the memory's speed, and every way of being unaligned."""
-    aligned = (768, 768), (4096, 1024), (1024, 4096), (4096, 4096), (256, 8192)
-    # N, K or both a multiple of 2 elements only, or odd.
-    unaligned = (1002, 1024), (1024, 1002), (1001, 1024), (1024, 1001), (1001, 1003), (257, 4095)
-    for kind, sizes, heights in (
-        ("aligned", aligned, (1, 16, 48, 160, 512, 1536, 4096)),
-        ("unaligned", unaligned, (8, 100, 700, 3000)),
-    ):
-        for n, k in sizes:
-            for m in heights:
-                yield Shape(f"{m}x{n}x{k}", kind, m, n, k)
+    """The fixed part of what `moonpoly tune` measures."""
+    for m, n, k in anchors():
+        yield Shape(f"{m}x{n}x{k}", "anchor", m, n, k)
 
 
 def read_shapes(path: Path) -> Iterator[Shape]:
@@ -210,28 +195,29 @@ class Bench:
         of a kernel's splits those but the three that promise most.
         """
         product = shape.product()
-        choices = self._legal(shape.problem())
+        problem = shape.problem()
+        one = native.PlanFlag.NO_REGIONS | native.PlanFlag.NO_VENDOR  # as what is measured here
+        chosen = self.setting.plan(problem, flags=one).regions[0]
+        choices = self._legal(problem, chosen)
         if not choices:
             say(f"{shape}: no kernel is legal")
             return
-        fastest = min(plan.predicted_us for _, _, plan in choices)
+        fastest = min(choice.plan.predicted_us for choice in choices)
         launches = launches_per_sweep(fastest)
         sets = min(launches, rotation(product_bytes(product), self.l2_bytes))
         operands = self.allocate(product, sets)
         device = self.setting.provider.torch_device
         sweep = Sweep(sets, launches, 2 * self.l2_bytes, rounds, device)
         rows = [
-            (kernel, split, plan, sweep.time(self.ours(operands, plan)))
-            for kernel, split, plan in promising(choices, slowest * fastest)
+            (choice, sweep.time(self.ours(operands, choice.plan)))
+            for choice in promising(choices, slowest)
         ]
         cublas = sweep.time(self.cublas(operands))
-        for kernel, split, plan, us in rows:
-            self.write(shape, kernel=self.setting.pack.kernels[kernel].name, split=split,
-                       predicted_us=plan.predicted_us, us=us)  # fmt: skip
+        for choice, us in rows:
+            self.write(shape, kernel=choice.name, split=choice.split,
+                       predicted_us=choice.plan.predicted_us, us=us)  # fmt: skip
         self.write(shape, kernel="cublas", split=1, us=cublas)
-        one = native.PlanFlag.NO_REGIONS | native.PlanFlag.NO_VENDOR  # as what is measured here
-        chosen = self.setting.plan(operands[0].problem, flags=one).regions[0]
-        measured = {(kernel, split): us for kernel, split, _, us in rows}
+        measured = {(choice.kernel, choice.split): us for choice, us in rows}
         best, mine = min(measured.values()), measured.get((chosen.kernel, chosen.split))
         share = f"{best / mine:.3f} of the best" if mine else "not among those measured"
         say(f"{shape}: {len(rows)} candidates, best {best:.1f} us, "
@@ -250,43 +236,18 @@ class Bench:
         us = sweep.time(self.ours(operands, plan))
         self.write(shape, kernel="cublaslt", split=1, predicted_us=plan.predicted_us, us=us)
 
-    def _legal(self, problem: native.Problem) -> list[tuple[int, int, native.Plan]]:
-        found = []
-        one = native.PlanFlag.NO_REGIONS | native.PlanFlag.NO_VENDOR
-        chosen = self.setting.plan(problem, flags=one).regions[0]
-        for index, kernel in enumerate(self.setting.pack.kernels):
-            if self.setting.only not in kernel.name and index != chosen.kernel:
-                continue
-            if kernel.name in self.avoid:
-                continue
-            grids = set()  # splits beyond what the device holds make the same persistent launch
-            splits = set(SPLITS) if kernel.split_k else {1}
-            if index == chosen.kernel:
-                splits.add(chosen.split)
-            for split in sorted(splits):
-                try:
-                    plan = self.setting.plan(problem, index, split)
-                except MoonPolyError:
-                    continue  # not legal for this problem: the planner's own rule says so
-                if kernel.persistent and plan.regions[0].grid in grids:
-                    continue
-                grids.add(plan.regions[0].grid)
-                found.append((index, split, plan))
+    def _legal(self, problem: native.Problem, chosen: native.Region) -> list[Candidate]:
+        """The kernels asked for, and the planner's choice."""
+        setting, own = self.setting, self.setting.pack.kernels[chosen.kernel].name
+        kernels = Kernels(setting.pack, setting.device, self.avoid,
+                          lambda name: setting.only in name or name == own)  # fmt: skip
+        found = kernels.legal(problem)
+        if own not in self.avoid and all(
+            (one.kernel, one.split) != (chosen.kernel, chosen.split) for one in found
+        ):
+            plan = setting.plan(problem, chosen.kernel, chosen.split)
+            found.append(Candidate(own, chosen.kernel, chosen.split, plan))
         return found
-
-
-def promising(
-    choices: list[tuple[int, int, native.Plan]], limit_us: float, splits: int = 3
-) -> list[tuple[int, int, native.Plan]]:
-    """Those of the (kernel, split, plan) that are predicted to stay within the limit, and of each
-    kernel no more than its best few splits; the likeliest first."""
-    taken: Counter[int] = Counter()
-    found = []
-    for choice in sorted(choices, key=lambda choice: choice[2].predicted_us):
-        if choice[2].predicted_us <= limit_us and taken[choice[0]] < splits:
-            taken[choice[0]] += 1
-            found.append(choice)
-    return found
 
 
 def product_bytes(p: Product) -> int:
@@ -294,7 +255,7 @@ def product_bytes(p: Product) -> int:
 
 
 def device_facts(setting: Setting) -> dict[str, Any]:
-    """What a table of costs must know of the GPU: attributes, copy bandwidth, time of a launch."""
+    """What results must know of the GPU: attributes, copy bandwidth, time of a launch."""
     where = setting.provider.torch_device
     source = torch.randn(2**28, device=where)  # 1 GiB, far beyond L2
     target = torch.empty_like(source)
@@ -337,9 +298,6 @@ def main() -> int:
         many = arguments.oracle or arguments.vendor
         bench = Bench(setting, arguments.output, ORACLE_HEAD if many else PLAN_HEAD)
         left = [shape for shape in wanted if shape.key not in bench.done]
-        if arguments.oracle:
-            facts = json.dumps(device_facts(setting), indent=1)
-            arguments.output.with_suffix(".json").write_text(facts + "\n")
         _measure(bench, left, arguments)
     return 0
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from moonpoly_ort.tuning.measuring import rotation as rotation
+
 # Launches the work once, on operand set `index`, on torch's current stream.
 Launch = Callable[[int], object]
 
@@ -52,11 +54,6 @@ class Ceilings:
         """The least time, in microseconds, that a product of this size can take."""
         moved = batch * (m * k + k * n + m * n) * element_bytes
         return max(moved / self.bytes_per_us, 2 * batch * m * n * k / self.flops_per_us)
-
-
-def rotation(set_bytes: int, l2_bytes: int, most: int = 128) -> int:
-    """How many operand sets to rotate so that none is still in L2 when its turn comes again."""
-    return max(1, min(most, math.ceil(2 * l2_bytes / max(set_bytes, 1)) + 1))
 
 
 def launches_per_sweep(best_us: float, target_us: float = 250.0) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moonpoly_ort import native
+from moonpoly_ort.tuning import Shape
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 CODES = {"f16": 0, "bf16": 1, "f32": 2}
@@ -313,11 +314,5 @@ def dense_problem(
     m: int, n: int, k: int, dtype: str, layout: str = "nn", precision: str = "tf32"
 ) -> native.Problem:
     """The `mp_problem` of `dense`, for planning only: nothing is allocated."""
-    p = dense(m, n, k, dtype, layout, precision)
-    return native.Problem(
-        dtype=CODES[dtype], precision=PRECISIONS[precision],
-        trans_a=p.trans_a, trans_b=p.trans_b, m=m, n=n, k=k, batch=1,
-        lda=m if p.trans_a else k, ldb=k if p.trans_b else n, ldc=n,
-        a_div=1, a_mod=1, b_div=1, b_mod=1,
-        align_a=p.align_a, align_b=p.align_b, align_c=p.align_c, alpha=1.0,
-    )  # fmt: skip
+    number = "f32ieee" if precision == "ieee" else dtype
+    return Shape(number, layout, m, n, k).problem()

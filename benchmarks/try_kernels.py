@@ -4,9 +4,9 @@
 
 Every check runs in a child process that is killed when it is silent for `--patience` seconds, so
 that a kernel that hangs costs that and no more; a kernel that fails or hangs is not timed. The
-folder gets checks.json (what is wrong), oracle.csv and oracle.json (as `bench_kernels --oracle`
-writes them: a row for each kernel and K split, the planner's own choice and cuBLAS). Printed: for
-each shape the best of the new kernels beside the planner's choice and cuBLAS.
+folder gets checks.json (what is wrong) and oracle.csv (as `bench_kernels --oracle` writes it: a row
+for each kernel and K split, the planner's own choice and cuBLAS). Printed: for each shape the best
+of the new kernels beside the planner's choice and cuBLAS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import checks_kernels
-from benchmarks.bench_kernels import ORACLE_HEAD, Bench, Shape, device_facts, read_shapes
+from benchmarks.bench_kernels import ORACLE_HEAD, Bench, Shape, read_shapes
 from benchmarks.machine import Setting, architecture, unpacked
 from benchmarks.measuring import geometric_mean
 from benchmarks.recording import Recorder, plain, run_section, say
@@ -73,7 +73,6 @@ def measure(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     output = folder / "oracle.csv"
     bench = Bench(setting, output, ORACLE_HEAD, avoid)
-    output.with_suffix(".json").write_text(json.dumps(device_facts(setting), indent=1) + "\n")
     left = [shape for shape in wanted if shape.key not in bench.done]
     for count, shape in enumerate(left):
         if record.time_left() < 5:

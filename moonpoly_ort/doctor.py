@@ -165,5 +165,5 @@ def _tables(found: Diagnosis) -> None:
         if gpu["name"] not in measured:
             found.problems.append(
                 f"no performance table for {gpu['name']}: plans use the analytic model, which is "
-                "less exact."
+                "less exact. `moonpoly tune` measures one."
             )

@@ -7,21 +7,24 @@ path = packs.catalog(90)          # the kernel list without code: plans, no GPU,
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from filelock import FileLock
 from platformdirs import user_cache_dir
 
 from .custom_ops.kernels import compiling, pack_format
-from .custom_ops.kernels.spec import SHARED_LIMIT, specs
-from .errors import DeviceError, MissingDependencyError, OutputError, PackError
+from .custom_ops.kernels.spec import SHARED_LIMIT, name, specs
+from .errors import DeviceError, MissingDependencyError, OutputError, PackError, TableError
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import CostTable, PackInfo
+    from .tables import Table
 
 __all__ = [
     "build_pack",
@@ -29,11 +32,15 @@ __all__ = [
     "catalog",
     "ensure_pack",
     "find_pack",
+    "is_tuned",
     "pack_name",
     "supported_architectures",
+    "with_present_tables",
+    "write_with_tables",
 ]
 
 Progress = Callable[[int, int, str], None]
+log = logging.getLogger("moonpoly_ort")
 
 
 def supported_architectures() -> list[int]:
@@ -75,7 +82,7 @@ def _check(path: Path, sm: int) -> PackInfo:
     return info
 
 
-def _is_current(path: Path, sm: int) -> bool:
+def _is_current(path: Path, sm: int, trial: bool = False) -> bool:
     """Whether a file is an intact pack of the present kernels.
 
     A pack made by another Triton release is rebuilt only where Triton is installed to do so.
@@ -88,7 +95,7 @@ def _is_current(path: Path, sm: int) -> bool:
         triton = compiling.triton_version()
     except MissingDependencyError:
         triton = info.triton
-    return info.sm == sm and info.key == compiling.content_key(sm, triton)
+    return info.sm == sm and info.key == compiling.content_key(sm, triton, trial=trial)
 
 
 def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | None:
@@ -104,7 +111,11 @@ def find_pack(sm: int, path: str | os.PathLike[str] | None = None) -> Path | Non
     if named:
         _check(Path(named), sm)
         return Path(named)
-    return next((place for place in places if _is_current(place, sm)), None)
+    current = [place for place in places if _is_current(place, sm)]
+    # The cache's copy is there for its tables.
+    if len(current) > 1 and (measured := _usable_tables(sm)) is not None:
+        current.sort(key=lambda place: not _same(pack_format.read_tables(place), measured))
+    return current[0] if current else None
 
 
 def _measured(sm: int) -> list[CostTable]:
@@ -113,9 +124,19 @@ def _measured(sm: int) -> list[CostTable]:
     return cost_tables(sm)
 
 
+def _usable_tables(sm: int) -> list[CostTable] | None:
+    """The tables of an architecture; None, said in the log, where one cannot be used."""
+    try:
+        return _measured(sm)
+    except TableError as error:
+        log.warning("performance tables are left aside: %s", error)
+        return None
+
+
 def _same(tables: Sequence[CostTable], others: Sequence[CostTable]) -> bool:
     return list(tables) == list(others) and all(
-        bool((a.costs == b.costs).all()) for a, b in zip(tables, others, strict=True)
+        np.array_equal(a.costs, b.costs) and np.array_equal(a.vendor, b.vendor)
+        for a, b in zip(tables, others, strict=True)
     )
 
 
@@ -150,39 +171,90 @@ def build_pack(
     return target
 
 
-def _renew_tables(path: Path, sm: int) -> None:
-    """Puts the present cost tables into a pack of the cache, as after tuning; the code stays."""
-    tables = _measured(sm)
-    if _same(pack_format.read_tables(path), tables):
-        return
-    pack = pack_format.read_pack(path)
+def write_with_tables(
+    pack: str | os.PathLike[str], output: str | os.PathLike[str], measured: Sequence[Table]
+) -> Path:
+    """A copy of a pack with these tables in place of its own; the code stays.
+
+    Raises PackError (`pack` cannot be read), TableError (a table of other kernels), OutputError.
+    """
+    from .tables import cost_table
+
+    whole = pack_format.read_pack(pack)
+    names = [name(kernel.spec) for kernel in whole.kernels]
+    costs = [cost_table(table, names) for table in measured]
+    return _write_pack(Path(output), whole, costs)
+
+
+def _write_pack(target: Path, pack: pack_format.Pack, costs: Sequence[CostTable]) -> Path:
+    info = pack.info
     try:
         pack_format.write_pack(
-            path, sm, pack.kernels, tables, key=pack.info.key, triton=pack.info.triton
+            target, info.sm, pack.kernels, costs, key=info.key, triton=info.triton
         )
     except OSError as error:
-        raise PackError(f"cannot renew the cost tables in {path}: {error.strerror}") from error
+        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+    return target
+
+
+def with_present_tables(found: Path, sm: int, path: str | os.PathLike[str] | None = None) -> Path:
+    """What `find_pack(sm, path)` found, with the tables that are there now, as after tuning.
+
+    Renewed where it lies in the cache, else copied there. A pack that was named stays as it is.
+
+    Raises PackError where the cache's pack cannot be renewed.
+    """
+    named = bool(path or os.environ.get("MOONPOLY_PACK"))
+    if named and found != cache_dir() / pack_name(sm):
+        return found
+    measured = _usable_tables(sm)
+    if measured is None or _same(pack_format.read_tables(found), measured):
+        return found
+    target = cache_dir() / pack_name(sm)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return _write_pack(target, pack_format.read_pack(found), measured)
+    except (OSError, OutputError) as error:
+        if found == target:
+            raise PackError(f"cannot renew the cost tables in {found}: {error}") from error
+        log.warning(
+            "%s is used with the tables that it was built with, not with those that are there "
+            "now: they would go into a copy in the cache, and %s", found, error,
+        )  # fmt: skip
+        return found
+
+
+def is_tuned(pack: str | os.PathLike[str], gpu: str, sm_count: int) -> bool:
+    """Whether a pack holds costs measured on exactly that GPU, so that plans there use them."""
+    measured = pack_format.read_tables(pack)
+    return any((table.gpu, table.sm_count) == (gpu, sm_count) for table in measured)
+
+
+def _unwritable(folder: Path, error: OSError) -> str:
+    return (
+        f"cannot write the pack cache {folder}: {error.strerror}. Set XDG_CACHE_HOME to a writable "
+        "folder, or name a pack in MOONPOLY_PACK."
+    )
 
 
 def ensure_pack(
     sm: int, path: str | os.PathLike[str] | None = None, *, progress: Progress | None = None,
-    build: bool = True,
+    build: bool = True, trial: bool = False,
 ) -> Path:  # fmt: skip
     """`find_pack`, and where there is none, a pack built into the cache (minutes, with `progress`).
 
-    Where another process is building the same pack, waits for it. With `build=False`, or
-    MOONPOLY_NO_BUILD=1 in the environment, a missing pack is a PackError that says where it was
-    looked for.
+    A pack that nobody named holds the tables that are there now, the user's before shipped ones. A
+    pack with the kernels on `trial` is kept in the cache under a name of its own. Where another
+    process is building the same pack, waits for it. With `build=False`, or MOONPOLY_NO_BUILD=1 in
+    the environment, a missing pack is a PackError that says where it was looked for.
     """
-    found = find_pack(sm, path)
-    target = cache_dir() / pack_name(sm)
-    if found == target:
-        _renew_tables(target, sm)
+    target = cache_dir() / (pack_name(sm).replace(".mpk", ".trial.mpk") if trial else pack_name(sm))
+    found = (target if _is_current(target, sm, trial) else None) if trial else find_pack(sm, path)
     if found is not None:
-        return found
+        return found if trial else with_present_tables(found, sm, path)
     if not build or os.environ.get("MOONPOLY_NO_BUILD", "0") not in ("", "0"):
         reason = "MOONPOLY_NO_BUILD is set" if build else "the caller forbids building"
-        searched = ", ".join(map(str, _places(sm)))
+        searched = ", ".join(map(str, [target] if trial else _places(sm)))
         raise PackError(
             f"no current kernel pack for sm_{sm}, and {reason}. Looked for: $MOONPOLY_PACK (not "
             f"set), {searched}. Build one with `moonpoly pack --arch sm_{sm}`."
@@ -190,13 +262,11 @@ def ensure_pack(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock")):
-            if not _is_current(target, sm):  # else another process built it meanwhile
-                build_pack(sm, target, tables=_measured(sm), progress=progress)
+            if not _is_current(target, sm, trial):  # else another process built it meanwhile
+                tables = [] if trial else _measured(sm)
+                build_pack(sm, target, tables=tables, progress=progress, trial=trial)
     except OSError as error:
-        raise PackError(
-            f"cannot write the pack cache {target.parent}: {error.strerror}. Set XDG_CACHE_HOME to "
-            "a writable folder, or name a pack in MOONPOLY_PACK."
-        ) from error
+        raise PackError(_unwritable(target.parent, error)) from error
     return target
 
 

@@ -214,7 +214,8 @@ def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str
     from . import packs
     from .progress import progress
 
-    sm = native.device_query(device_id).sm
+    device = native.device_query(device_id)
+    sm = device.sm
     found = packs.find_pack(sm, pack)
     if found is None:
         log.warning(
@@ -224,6 +225,13 @@ def _pack_for_device(pack: str | os.PathLike[str] | None, device_id: int) -> str
         )
         with progress(f"building kernels for sm_{sm}") as report:
             found = packs.ensure_pack(sm, progress=report)
+    else:
+        found = packs.with_present_tables(found, sm, pack)
+    if not packs.is_tuned(found, device.name, device.sm_count):
+        _say_once(
+            f"{found} holds no performance table for {device.name}: plans use the analytic model, "
+            "which is less exact. `moonpoly tune` measures one, in some minutes."
+        )
     return os.fspath(found)
 
 

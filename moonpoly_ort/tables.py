@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import CostTable
 
 SCHEMA = 1
+_LISTS = ("costs", "vendor", "blocked", "dropped")
+NEVER = -1.0  # `blocks_per_sm` of a kernel that the planner must not choose
 VENDOR_TILES = 8  # at most, as in moonpoly.h
 VENDOR_NODES = 5  # of the correction, along each of M, N and K
 
@@ -93,6 +95,9 @@ class Table:
     clocks: str  # e.g. "locked 1980 MHz" or "free"
     costs: tuple[Cost, ...]
     vendor: tuple[VendorCost, ...] = ()  # empty: cuBLASLt was not measured, and is never chosen
+    # Kernels that are never chosen on this GPU: wrong there, or not worth planning with.
+    blocked: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -107,8 +112,9 @@ def file_name(gpu: str, operation: str = "gemm") -> str:
 def dump(table: Table, path: str | os.PathLike[str]) -> None:
     """Writes the table aside and renames it into place. Raises `OutputError`."""
     target = Path(path)
-    lists = ("costs", "vendor")
-    header = {"schema": SCHEMA} | {k: v for k, v in asdict(table).items() if k not in lists}
+    header = {"schema": SCHEMA} | {k: v for k, v in asdict(table).items() if k not in _LISTS}
+    for name in ("blocked", "dropped"):
+        header[name] = sorted(getattr(table, name))
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in header.items()]
     rows = [f"    {json.dumps(asdict(cost))}" for cost in sorted(table.costs)]
     if table.vendor:
@@ -160,10 +166,15 @@ def _parse(data: Any, source: Path) -> Table:
     classes = data.get("vendor", [])
     if not isinstance(classes, list):
         raise TableError(f"{source}: `vendor` must be a list, not {classes!r:.80}")
-    header = {key: value for key, value in data.items() if key not in ("schema", "costs")}
+    header = {key: value for key, value in data.items() if key not in ("schema", *_LISTS)}
     header["vendor"] = tuple(
         _vendor_cost(row, f"{source}: vendor[{i}]") for i, row in enumerate(classes)
     )
+    for name in ("blocked", "dropped"):
+        listed = data.get(name, [])
+        if not isinstance(listed, list) or not all(isinstance(kernel, str) for kernel in listed):
+            raise TableError(f"{source}: `{name}` must be a list of kernel names")
+        header[name] = tuple(listed)
     costs = tuple(_record(Cost, row, f"{source}: costs[{i}]") for i, row in enumerate(rows))
     names = [cost.kernel for cost in costs]
     if len(set(names)) != len(names):
@@ -284,40 +295,47 @@ def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
 
 def cost_tables(sm: int, *, trial: bool = False) -> list[CostTable]:
     """The tables of an architecture as the pack builder takes them: one cost row per kernel of
-    `specs(sm, trial=trial)`.
+    `specs(sm, trial=trial)`. Raises `TableError` as `cost_table` does.
+    """
+    from .custom_ops.kernels.spec import name, specs
 
-    Kernels that a table does not list get a row of zeros, for which the planner uses its analytic
-    model. Raises `TableError` for a table that lists none of them: it belongs to other kernels.
+    names = [name(spec) for spec in specs(sm, trial=trial)]
+    return [cost_table(table, names) for table in for_architecture(sm)]
+
+
+def cost_table(table: Table, kernels: Sequence[str]) -> CostTable:
+    """A table as a pack with these kernels holds it: one cost row per kernel.
+
+    Kernels that the table does not list get a row of zeros, for which the planner uses its analytic
+    model, and those it blocks or drops one that is never chosen. Raises `TableError` for a table
+    that lists none of them: it belongs to other kernels.
     """
     import numpy as np
 
     from .custom_ops.kernels.pack_format import COST, CostTable
-    from .custom_ops.kernels.spec import name, specs
 
-    place = {name(spec): i for i, spec in enumerate(specs(sm, trial=trial))}
-    result = []
-    for table in for_architecture(sm):
-        costs = np.zeros(len(place), COST)
-        known = [cost for cost in table.costs if cost.kernel in place]
-        if not known:
-            raise TableError(
-                f"the table {table.name} lists no kernel of this version, but others such as "
-                f"{table.costs[0].kernel!r}. Tune again, or remove it."
-            )
-        for cost in known:
-            costs[place[cost.kernel]] = (
-                cost.fixed_us,
-                cost.step_us,
-                cost.single_step_us,
-                cost.blocks_per_sm,
-            )
-        result.append(
-            CostTable(
-                table.gpu, table.sm_count, table.bandwidth_gbps, table.launch_us, costs,
-                packed_vendor(table.vendor),
-            )
-        )  # fmt: skip
-    return result
+    place = {name: i for i, name in enumerate(kernels)}
+    costs = np.zeros(len(place), COST)
+    known = [cost for cost in table.costs if cost.kernel in place]
+    if not known:
+        raise TableError(
+            f"the table {table.name} lists no kernel of this version, but others such as "
+            f"{table.costs[0].kernel!r}. Tune again, or remove it."
+        )
+    for cost in known:
+        costs[place[cost.kernel]] = (
+            cost.fixed_us,
+            cost.step_us,
+            cost.single_step_us,
+            cost.blocks_per_sm,
+        )
+    for name in (*table.blocked, *table.dropped):
+        if name in place:
+            costs[place[name]] = (0, 0, 0, NEVER)
+    return CostTable(
+        table.gpu, table.sm_count, table.bandwidth_gbps, table.launch_us, costs,
+        packed_vendor(table.vendor),
+    )  # fmt: skip
 
 
 def packed_vendor(costs: Sequence[VendorCost]) -> npt.NDArray[np.void]:

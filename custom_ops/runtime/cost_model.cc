@@ -243,6 +243,7 @@ std::vector<KernelCost> kernel_costs(const mp_kernel* kernels, int count, const 
   for (int i = 0; i < count; ++i) derived.push_back(derived_cost(kernels[i], device, model));
   costs = derived;
   for (int i = 0; measured && i < count; ++i) {
+    if (measured[i].blocks_per_sm < 0) costs[i].legal = false, costs[i].excluded = true;
     if (costs[i].legal && measured[i].step_us > 0 && measured[i].fixed_us > 0) {
       take(measured[i], &costs[i]);
     }

@@ -27,7 +27,8 @@ struct DeviceModel {
 int blocks_per_sm(const mp_kernel& kernel, const mp_device& device);
 
 struct KernelCost {
-  bool legal;  // fits the device at all
+  bool legal;     // fits the device at all, and no table excludes it
+  bool excluded;  // by a table: wrong on this GPU, or not worth planning with
   bool measured;
   int blocks_per_sm;
   double fixed_us, step_us, single_step_us;

@@ -186,7 +186,7 @@ typedef struct mp_cost {  // measured at native occupancy; all zero: not measure
   float fixed_us;         // one wave without its K loop: prologue, epilogue, split-K: storing a slice
   float step_us;          // one K step of BK of a full wave
   float single_step_us;   // one K step when no SM holds more than one block; where none can: when few SMs work
-  float blocks_per_sm;
+  float blocks_per_sm;    // below 0: the kernel is never chosen on this GPU
 } mp_cost;
 
 typedef struct mp_table {

@@ -211,6 +211,11 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const Plan
     if (const char* why = refusal(k, p)) {
       fail(MP_NO_KERNEL, "kernel ", k.name, " cannot run this problem: ", why);
     }
+    if (costs_[request.only_kernel].excluded) {
+      fail(MP_NO_KERNEL, "kernel ", k.name, " is excluded on ", device_.name,
+           " by its performance table: it was wrong there, or others are faster; tune again to "
+           "have it back");
+    }
     if (!costs_[request.only_kernel].legal) {
       fail(MP_NO_KERNEL, "kernel ", k.name, " needs ", k.shared_bytes,
            " bytes of shared memory and ", k.registers, " registers a thread, more than ",

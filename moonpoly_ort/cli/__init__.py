@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import MoonPolyError
-from . import machine, models
+from . import machine, models, tuning
 
 HELP = """Runs exported ONNX models on polymerized Triton micro-kernels.
 
@@ -48,6 +48,7 @@ app.command("rewrite")(models.rewrite)
 app.command("run")(models.run)
 app.command("explain")(models.explain)
 app.command("pack")(machine.pack)
+app.command("tune")(tuning.tune)
 app.command("doctor")(machine.doctor)
 app.command("version")(machine.version)
 

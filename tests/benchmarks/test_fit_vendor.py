@@ -16,6 +16,7 @@ from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from benchmarks import bench_kernels, fit_vendor
 from moonpoly_ort import native, tables
 from moonpoly_ort.tuning import vendor_model
+from moonpoly_ort.tuning.candidates import SPLITS
 
 SHAPES = [(m, n * 8, k * 8) for m in (1, 37, 300, 2000) for n in (1, 40, 500) for k in (2, 60, 700)]
 
@@ -51,7 +52,7 @@ def write(path: Path, pack: Path) -> None:
             rows.writerow((*head, "cublaslt", 1, 0, us))
             rows.writerow((*head, "cublas", 1, "", 1e6))
             for name in names:
-                for split in (1, *bench_kernels.SPLITS):
+                for split in (1, *SPLITS):
                     rows.writerow((*head, name, split, 20, 30))
 
 

@@ -13,7 +13,13 @@ from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from moonpoly_ort.custom_ops.kernels.spec import Family, KernelSpec, name, specs
 
 from moonpoly_ort import packs
-from moonpoly_ort.errors import DeviceError, MissingDependencyError, OutputError, PackError
+from moonpoly_ort.errors import (
+    DeviceError,
+    MissingDependencyError,
+    OutputError,
+    PackError,
+    TableError,
+)
 
 FEW = 3  # kernels of the shortened list
 
@@ -115,6 +121,51 @@ def test_new_cost_tables_reach_a_built_pack(monkeypatch: pytest.MonkeyPatch) -> 
     before = path.stat().st_mtime_ns
     packs.ensure_pack(80)
     assert path.stat().st_mtime_ns == before
+
+
+def test_new_cost_tables_of_a_shipped_pack_go_into_a_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shipped = tmp_path / "library" / "packs" / "sm_80.mpk"
+    shipped.parent.mkdir(parents=True)
+    packs.ensure_pack(80).rename(shipped)
+    before = shipped.read_bytes()
+    assert packs.ensure_pack(80) == packs.find_pack(80) == shipped
+    costs = np.ones(FEW, pack_format.COST)
+    table = pack_format.CostTable("NVIDIA A100", 108, 1900.0, 2.0, costs)
+    monkeypatch.setattr(packs, "_measured", lambda sm: [table])
+    monkeypatch.setenv("MOONPOLY_PACK", str(shipped))
+    assert packs.ensure_pack(80) == shipped  # who names a pack gets it as it is
+    monkeypatch.delenv("MOONPOLY_PACK")
+    copy = packs.cache_dir() / "sm_80.mpk"
+    assert packs.ensure_pack(80) == copy
+    assert packs.find_pack(80) == copy  # explained plans are those of sessions
+    assert pack_format.read_tables(copy) == [table]
+    assert pack_format.read_pack(copy).kernels == pack_format.read_pack(shipped).kernels
+    assert shipped.read_bytes() == before
+    monkeypatch.setattr(packs, "_measured", lambda sm: [])  # the table was removed again
+    assert packs.find_pack(80) == packs.ensure_pack(80) == shipped
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(packs, "_measured", lambda sm: [table])
+    assert packs.ensure_pack(80) == shipped
+    assert "with the tables that it was built with" in caplog.text
+
+
+def test_a_table_that_cannot_be_used_keeps_no_built_pack_from_being_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cached = packs.ensure_pack(80)
+    shipped = tmp_path / "library" / "packs" / "sm_80.mpk"
+    shipped.parent.mkdir(parents=True)
+    shipped.write_bytes(cached.read_bytes())
+
+    def refuse(sm: int) -> list[pack_format.CostTable]:
+        raise TableError("the table t lists no kernel of this version")
+
+    monkeypatch.setattr(packs, "_measured", refuse)
+    assert packs.find_pack(80) == packs.ensure_pack(80) == shipped
+    assert "left aside: the table t lists no kernel" in caplog.text
 
 
 def test_places_are_searched_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -229,6 +280,13 @@ def test_a_pack_of_kernels_on_trial_is_used_where_it_is_named(
     assert packs.find_pack(90, target) == target
     packs.cache_dir().mkdir(parents=True)
     target.rename(packs.cache_dir() / target.name)
+    assert packs.find_pack(90) is None
+    # Tuning keeps one of its own in the cache, which no session takes.
+    kept = packs.ensure_pack(90, trial=True)
+    assert kept == packs.cache_dir() / "sm_90.trial.mpk"
+    assert [k.spec for k in pack_format.read_pack(kept).kernels] == few(90, trial=True)
+    monkeypatch.setattr(compiling, "compile_specs", lambda *_, **__: pytest.fail("built again"))
+    assert packs.ensure_pack(90, trial=True) == kept
     assert packs.find_pack(90) is None
 
 

@@ -1,5 +1,5 @@
 """Runs `fake_driver/cases_*.py` in a process of their own whose libcuda.so.1 is `fake_cuda.cc`: the
-CUDA path down to the driver calls, on a machine without a GPU. Only `cases_vendor.py` finds a
+CUDA path down to the driver calls, on a machine without a GPU. Only those of cuBLASLt find a
 cuBLASLt there, `fake_cublaslt.cc`.
 """
 
@@ -17,6 +17,7 @@ HERE = Path(__file__).parent / "fake_driver"
 
 
 VENDOR = "libcublasLt.so.13"
+WITH_VENDOR = ("cases_vendor.py", "cases_vendor_tune.py")
 STAND_INS = {"libcuda.so.1": "fake_cuda.cc", VENDOR: "fake_cublaslt.cc"}
 
 
@@ -42,7 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("cases", sorted(p.name for p in HERE.glob("cases_*.py")))
 def test_with_the_fake_driver(folders: dict[str, str], cases: str) -> None:
-    names = list(STAND_INS) if cases == "cases_vendor.py" else ["libcuda.so.1"]
+    names = list(STAND_INS) if cases in WITH_VENDOR else ["libcuda.so.1"]
     path = os.pathsep.join(
         [*(folders[name] for name in names), os.environ.get("LD_LIBRARY_PATH", "")]
     )

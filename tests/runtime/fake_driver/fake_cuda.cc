@@ -1,8 +1,9 @@
 // A stand-in for libcuda.so.1 on machines without a GPU: device memory is host memory, launches are
 // recorded. A "cubin" here is the list of its kernel's argument sizes, so that a launch copies
-// exactly what the real driver would.
+// exactly what the real driver would. Time is what the tests say that launches take.
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -26,6 +27,7 @@ struct Launch {
   uint32_t grid, block, shared;
   uint64_t stream;
   std::vector<std::string> arguments;
+  const void* function = nullptr;
   bool early = false;  // may run before the kernel in front of it has ended
 };
 std::vector<Launch> launches;
@@ -41,6 +43,23 @@ struct PendingMemset {  // of the null stream
   uint32_t value;
 };
 std::vector<PendingMemset> pending;
+
+// What a test makes of a launch, by its number: does its work if `execute`, returns how long it
+// takes in microseconds.
+using Worker = double (*)(int launch, int execute);
+Worker worker = nullptr;
+double clock_us = 0;
+int l2_bytes = 60 << 20;
+int hanging = 0;  // the stream never becomes idle
+
+struct Graph {
+  double us = 0;
+};
+Graph* captured = nullptr;  // of the stream that is being captured
+int graphs = 0, streams = 0, events = 0;
+int64_t allocations = 0;
+
+bool is_empty_kernel(const void* image) { return std::memcmp(image, ".version", 8) == 0; }
 
 }  // namespace
 
@@ -67,7 +86,7 @@ EXPORT int cuDeviceGetAttribute(int* value, int attribute, int) {
       *value = 6144;
       break;
     case 38:
-      *value = 60 << 20;
+      *value = l2_bytes;
       break;
     case 39:
       *value = 2048;
@@ -113,7 +132,7 @@ EXPORT int cuCtxPopCurrent_v2(void** context) {
 EXPORT int cuModuleLoadData(void** module, const void* image) {
   std::lock_guard<std::mutex> lock(mutex);
   if (contexts.empty()) return 201;
-  if (std::memcmp(image, "FAKE", 4) != 0) return 200;
+  if (std::memcmp(image, "FAKE", 4) != 0 && !is_empty_kernel(image)) return 200;
   ++modules;
   return *module = const_cast<void*>(image), 0;
 }
@@ -122,7 +141,8 @@ EXPORT int cuModuleUnload(void*) {
   return --modules, 0;
 }
 EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
-  return *function = module, std::strcmp(name, "kernel") ? 500 : 0;
+  return *function = module,
+         std::strcmp(name, is_empty_kernel(module) ? "empty" : "kernel") ? 500 : 0;
 }
 EXPORT int cuFuncSetAttribute(void* function, int attribute, int value) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -134,9 +154,11 @@ EXPORT int cuFuncLoad(void*) {
   if (fail_function) return 2;
   return ++functions_loaded, 0;
 }
-EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
-                          unsigned by, unsigned bz, unsigned shared, void* stream, void** params,
-                          void** extra) {
+
+namespace {
+
+int record_launch(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                  unsigned bz, unsigned shared, void* stream, void** params, void** extra) {
   std::lock_guard<std::mutex> lock(mutex);
   if (contexts.empty()) return 201;
   if (!function || extra || gx == 0 || gy != 1 || gz != 1 || by != 1 || bz != 1 || bx > 1024 ||
@@ -144,9 +166,9 @@ EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz,
     return kInvalidValue;
   }
   const auto* image = static_cast<const char*>(function);
-  int32_t count;
-  std::memcpy(&count, image + 4, 4);
-  Launch launch{gx, bx, shared, reinterpret_cast<uint64_t>(stream), {}};
+  int32_t count = 0;
+  if (!is_empty_kernel(function)) std::memcpy(&count, image + 4, 4);
+  Launch launch{gx, bx, shared, reinterpret_cast<uint64_t>(stream), {}, function};
   for (int i = 0; i < count; ++i) {
     int32_t bytes;
     std::memcpy(&bytes, image + 8 + 4 * i, 4);
@@ -154,6 +176,22 @@ EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz,
   }
   launches.push_back(std::move(launch));
   return 0;
+}
+
+// Time passes, or is added to the graph that is captured.
+void run_last_launch() {
+  const double us = worker ? worker(static_cast<int>(launches.size()) - 1, !captured) : 1;
+  (captured ? captured->us : clock_us) += us;
+}
+
+}  // namespace
+
+EXPORT int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                          unsigned by, unsigned bz, unsigned shared, void* stream, void** params,
+                          void** extra) {
+  const int result = record_launch(function, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
+  if (result == 0) run_last_launch();
+  return result;
 }
 struct LaunchConfig {  // as cuda.h lays CUlaunchConfig and its attributes out
   unsigned grid[3], block[3], shared;
@@ -167,19 +205,37 @@ struct LaunchConfig {  // as cuda.h lays CUlaunchConfig and its attributes out
 };
 EXPORT int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** params, void** extra) {
   if (c->attribute_count != 1 || c->attributes->id != 6) return kInvalidValue;
-  const int result = cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0],
-                                    c->block[1], c->block[2], c->shared, c->stream, params, extra);
-  std::lock_guard<std::mutex> lock(mutex);
-  if (result == 0) launches.back().early = c->attributes->value[0] != 0;
-  return result;
+  const int result = record_launch(function, c->grid[0], c->grid[1], c->grid[2], c->block[0],
+                                   c->block[1], c->block[2], c->shared, c->stream, params, extra);
+  if (result != 0) return result;
+  launches.back().early = c->attributes->value[0] != 0;
+  run_last_launch();
+  return 0;
 }
 EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   if (contexts.empty()) return 201;
-  void* memory = std::malloc(bytes);
+  void* memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   std::memset(memory, 0xcd, bytes);
+  ++allocations;
   return *pointer = reinterpret_cast<uint64_t>(memory), 0;
 }
-EXPORT int cuMemFree_v2(uint64_t pointer) { return std::free(reinterpret_cast<void*>(pointer)), 0; }
+EXPORT int cuMemFree_v2(uint64_t pointer) {
+  --allocations;
+  return std::free(reinterpret_cast<void*>(pointer)), 0;
+}
+EXPORT int cuMemGetInfo_v2(size_t* free, size_t* total) {
+  return *free = size_t{64} << 20, *total = size_t{141} << 30, 0;
+}
+EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t bytes, void*) {
+  return std::memcpy(reinterpret_cast<void*>(target), source, bytes), 0;
+}
+EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t source, size_t bytes) {
+  return std::memcpy(target, reinterpret_cast<void*>(source), bytes), 0;
+}
+EXPORT int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t bytes, void*) {
+  clock_us += bytes * 2e-6 / 4;  // 4 TB/s, read and written
+  return std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), bytes), 0;
+}
 // Asynchronous to the host, like the driver's, and here as late as it may be.
 EXPORT int cuMemsetD32_v2(uint64_t pointer, unsigned value, size_t count) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -197,7 +253,54 @@ EXPORT int cuMemsetD32Async(uint64_t pointer, unsigned value, size_t count, void
   memsets.push_back({pointer, count, reinterpret_cast<uint64_t>(stream)});
   return std::fill_n(reinterpret_cast<uint32_t*>(pointer), count, value), 0;
 }
-EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
+EXPORT int cuStreamIsCapturing(void*, int* status) {
+  return *status = capturing || captured != nullptr, 0;
+}
+EXPORT int cuStreamCreate(void** stream, unsigned flags) {
+  if (contexts.empty()) return 201;
+  if (flags > 1) return kInvalidValue;
+  return *stream = new char, ++streams, 0;
+}
+EXPORT int cuStreamDestroy_v2(void* stream) {
+  return delete static_cast<char*>(stream), --streams, 0;
+}
+EXPORT int cuStreamQuery(void*) { return hanging ? 600 : 0; }
+EXPORT int cuEventCreate(void** event, unsigned) { return *event = new double(-1), ++events, 0; }
+EXPORT int cuEventDestroy_v2(void* event) {
+  return delete static_cast<double*>(event), --events, 0;
+}
+EXPORT int cuEventRecord(void* event, void*) {
+  return *static_cast<double*>(event) = clock_us, captured ? 900 : 0;
+}
+EXPORT int cuEventElapsedTime(float* milliseconds, void* start, void* end) {
+  const double from = *static_cast<double*>(start), to = *static_cast<double*>(end);
+  if (from < 0 || to < 0) return 400;
+  return *milliseconds = static_cast<float>((to - from) * 1e-3), 0;
+}
+EXPORT int cuStreamBeginCapture_v2(void* stream, int) {
+  if (!stream || captured) return kInvalidValue;
+  return captured = new Graph, 0;
+}
+EXPORT int cuStreamEndCapture(void*, void** graph) {
+  if (!captured) return 901;
+  *graph = captured, captured = nullptr;
+  return ++graphs, 0;
+}
+EXPORT int cuGraphInstantiateWithFlags(void** executable, void* graph, uint64_t flags) {
+  if (flags) return kInvalidValue;
+  return *executable = new Graph(*static_cast<Graph*>(graph)), ++graphs, 0;
+}
+EXPORT int cuGraphLaunch(void* executable, void*) {
+  if (captured) return 900;
+  return clock_us += static_cast<Graph*>(executable)->us, 0;
+}
+EXPORT int cuGraphDestroy(void* graph) { return delete static_cast<Graph*>(graph), --graphs, 0; }
+EXPORT int cuGraphExecDestroy(void* graph) {
+  return delete static_cast<Graph*>(graph), --graphs, 0;
+}
+EXPORT int cuDeviceGetPCIBusId(char* text, int bytes, int device) {
+  return std::snprintf(text, bytes, "0000:%02d:00.0", device + 1), 0;
+}
 EXPORT int cuGetErrorName(int, const char** name) { return *name = "CUDA_ERROR_FAKE", 0; }
 EXPORT int cuGetErrorString(int, const char** text) { return *text = "a fake failure", 0; }
 
@@ -234,6 +337,15 @@ EXPORT int cuTensorMapEncodeTiled(char* map, int dtype, uint32_t rank, void* add
 // ---- for the tests
 // ---------------------------------------------------------------------------------
 EXPORT void fake_set_capturing(int on) { capturing = on; }
+// Time in which another library's work keeps the stream busy.
+EXPORT void fake_spend(double us) { (captured ? captured->us : clock_us) += us; }
+EXPORT void fake_set_worker(Worker function) { worker = function; }
+EXPORT void fake_set_l2_bytes(int bytes) { l2_bytes = bytes; }
+EXPORT void fake_hang(int on) { hanging = on; }
+// Objects that were made and not destroyed.
+EXPORT int fake_live_objects() { return graphs + streams + events; }
+EXPORT int64_t fake_live_allocations() { return allocations; }
+EXPORT const void* fake_image(int i) { return launches[i].function; }
 EXPORT void fake_fail_encode(int on) { fail_encode = on; }
 EXPORT void fake_fail_function(int on) { fail_function = on; }
 EXPORT void fake_set_context(int device) {

@@ -107,9 +107,10 @@ class Launch:
         return values
 
 
-def launches() -> list[Launch]:
+def launches(only: int | None = None) -> list[Launch]:
+    """All launches since the last reset, or only one."""
     out = []
-    for i in range(driver.fake_launches()):
+    for i in range(driver.fake_launches()) if only is None else (only,):
         head = (ctypes.c_uint64 * 4)()
         driver.fake_launch(i, head)
         raw = []

@@ -1,0 +1,129 @@
+"""A GPU to tune on: a pack whose kernels the fake driver runs, in a time that hidden costs give."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import tiny_pack as tp
+from fake_gpu import driver, execute, fake_cubin, launches
+from moonpoly_ort.custom_ops.kernels import compiling, pack_format
+
+from moonpoly_ort import native
+
+Worker = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int, ctypes.c_int)
+BANDWIDTH, LAUNCH_US = 4000.0, 1.25
+driver.fake_image.restype = ctypes.c_void_p
+driver.fake_live_allocations.restype = ctypes.c_int64
+
+
+def write_pack(path: Path, wanted: Callable[[pack_format.PackedKernel], bool]) -> Path:
+    """Kernels of the real list, with "cubins" for the fake driver; each carries its number."""
+    kernels = []
+    for kernel in filter(wanted, compiling.catalog_kernels(90)):
+        spec = kernel.spec
+        tiny = tp.TinyKernel(pack_format.FAMILY_CODE[spec.family], 0, 16, 16, 16)
+        image = fake_cubin(tiny) + struct.pack("<i", len(kernels))
+        boxes = ((spec.bk, spec.bm) if spec.trans_a else (spec.bm, spec.bk),
+                 (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn),
+                 (spec.bm, spec.bn))  # fmt: skip
+        limit = 128 // spec.dtype.bytes
+        descriptors = tuple(
+            pack_format.Descriptor((1, rows, min(columns, limit)), 3) for rows, columns in boxes
+        )
+        kernels.append(
+            replace(kernel, cubin=image, entry="kernel",
+                    descriptors=descriptors if spec.family.tensor_maps else ())
+        )  # fmt: skip
+    pack_format.write_pack(path, 90, kernels, key="5" * 64, triton="3.9.0")
+    return path
+
+
+class Bench:
+    """What launches of a pack's kernels do: the product, in the time that `costs` say."""
+
+    def __init__(self, pack: Path, folder: Path, seed: int = 0) -> None:
+        whole = pack_format.read_pack(pack)
+        self.pack = native.Pack(pack)
+        self.device = native.device_query(0)
+        rng = np.random.default_rng(seed)
+        self.costs = np.zeros(len(whole.kernels), pack_format.COST)
+        for index, (packed, kernel) in enumerate(
+            zip(whole.kernels, self.pack.kernels, strict=True)
+        ):
+            blocks = native.blocks_per_sm(kernel, self.device)
+            step = packed.spec.bm * packed.spec.bn * packed.spec.bk * rng.uniform(0.7, 1.8) / 1.7e6
+            self.costs[index] = (rng.uniform(0.8, 3), 0.05 + step * blocks, 0.08 + step, blocks)
+        table = pack_format.CostTable(
+            self.device.name, self.device.sm_count, BANDWIDTH, LAUNCH_US, self.costs
+        )
+        hidden = folder / "hidden.mpk"
+        pack_format.write_pack(hidden, 90, whole.kernels, [table], key="6" * 64, triton="hidden")
+        self.hidden = native.Pack(hidden)
+        self.names = [kernel.name for kernel in self.pack.kernels]
+        self.launched: dict[str, int] = dict.fromkeys(self.names, 0)  # outside of graphs
+        self.spoil: Callable[[str, dict[int, list[object]]], None] = lambda name, values: None
+        self.failure: BaseException | None = None
+
+    def work(self, number: int, run: int) -> float:
+        try:
+            return self._work(number, bool(run))
+        except BaseException as error:  # ctypes would only print it
+            self.failure = self.failure or error
+            return 1.0
+
+    def _work(self, number: int, run: bool) -> float:
+        (launch,) = launches(number)
+        image = driver.fake_image(number)
+        if not launch.raw:
+            return LAUNCH_US  # the empty kernel
+        offset = 8 + 4 * len(launch.raw)
+        index = struct.unpack("<i", ctypes.string_at(image + offset, 4))[0]
+        kernel = self.pack.kernels[index]
+        if run:
+            self.launched[kernel.name] += 1
+        # Work on the operands of a timing is left out: what counts there is how long it takes.
+        small = launch.grid <= 64
+        values = execute(launch, kernel) if run and small else launch.decode(kernel)
+        if run and small:
+            self.spoil(kernel.name, values)
+        m, n, k = (values[code][0] for code in (tp.M, tp.N, tp.K))
+        return self._us(index, kernel, launch.grid, m, n, k, values)  # type: ignore[arg-type]
+
+    def _us(
+        self, index: int, kernel: native.KernelRecord, grid: int, m: int, n: int, k: int,
+        values: dict[int, list[object]],
+    ) -> float:  # fmt: skip
+        split = int(values[tp.SPLIT][0])  # type: ignore[call-overload]
+        tiles = -(-m // kernel.bm) * -(-n // kernel.bn)
+        batch = grid // (tiles * split)
+        problem = native.Problem(
+            dtype=kernel.dtype, precision=kernel.precision, trans_a=kernel.trans_a,
+            trans_b=kernel.trans_b, m=m, n=n, k=k, batch=batch, lda=m if kernel.trans_a else k,
+            ldb=k if kernel.trans_b else n, ldc=n, a_batch_stride=m * k, b_batch_stride=k * n,
+            c_batch_stride=m * n, a_div=1, a_mod=batch, b_div=1, b_mod=batch,
+            align_a=kernel.align_a, align_b=kernel.align_b, align_c=kernel.align_c,
+            alpha=1.0,
+        )  # fmt: skip
+        plan = self.hidden.plan(self.device, problem, kernel=index, split=split)
+        return plan.predicted_us
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Launches do this work inside; what goes wrong in it is raised at the end."""
+        worker = Worker(self.work)
+        driver.fake_reset()
+        driver.fake_set_l2_bytes(1 << 20)
+        driver.fake_set_worker(worker)
+        try:
+            yield
+        finally:
+            driver.fake_set_worker(ctypes.cast(None, Worker))
+            driver.fake_set_l2_bytes(60 << 20)
+        if self.failure is not None:
+            raise self.failure
