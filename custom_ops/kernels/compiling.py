@@ -42,6 +42,8 @@ SOURCES = {
     Family.GEMM_TMA: ("tiles.py", "gemm_tma.py"),
     Family.GEMM_POINTER: ("tiles.py", "gemm_pointer.py"),
     Family.GEMM_WS: ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+    Family.GEMM_TMA_MASKED: ("tiles.py", "gemm_tma.py", "gemm_tma_masked.py"),
+    Family.COPY_PADDED: ("tiles.py", "copy_padded.py"),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
@@ -89,6 +91,8 @@ def content_key(sm: int, triton: str, *, trial: bool = False) -> str:
 
 def _signature(spec: KernelSpec) -> dict[str, str]:
     element = ELEMENT[spec.dtype]
+    if spec.family is Family.COPY_PADDED:  # whatever the bits mean
+        element = f"i{8 * spec.dtype.bytes}"
     y_box = spec.y_box
     rows = y_box[0]  # of A: a consumer of gemm_ws loads its own
     a_box = (spec.bk, rows) if spec.trans_a else (rows, spec.bk)
@@ -141,10 +145,12 @@ def _options(spec: KernelSpec) -> dict[str, Any]:
 
 def _divisors(spec: KernelSpec) -> dict[str, int]:
     """What the compiler may assume of the run-time arguments: it decides how wide the loads are."""
+    e = spec.dtype.bytes
+    if spec.family is Family.COPY_PADDED:
+        return {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     divisors = {"workspace": 16}
     if spec.family.tensor_maps:
         return divisors
-    e = spec.dtype.bytes
     for pointer, pitch, batch, length, align in (
         ("a", "lda", "a_batch", "M" if spec.trans_a else "K", spec.align_a),
         ("b", "ldb", "b_batch", "K" if spec.trans_b else "N", spec.align_b),

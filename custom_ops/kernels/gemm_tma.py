@@ -13,6 +13,30 @@ from .tiles import await_previous_kernel, epilogue, locate, multiply, slice_of, 
 
 
 @triton.jit
+def accumulate(
+    a_desc, b_desc, a_z, b_z, m, n, first, last,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANS_A: tl.constexpr,
+    TRANS_B: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """The fp32 sums of K steps [first, last) of the tile at (m, n); transposed for SWAP."""
+    ROWS: tl.constexpr = BN if SWAP else BM
+    COLS: tl.constexpr = BM if SWAP else BN
+    acc = tl.full((ROWS, COLS), 0.0, tl.float32)
+    for step in range(first, last):
+        k = step * BK
+        if TRANS_A:
+            a = tl.trans(a_desc.load([a_z, k, m]).reshape(BK, BM))
+        else:
+            a = a_desc.load([a_z, m, k]).reshape(BM, BK)
+        if TRANS_B:
+            b = tl.trans(b_desc.load([b_z, n, k]).reshape(BN, BK))
+        else:
+            b = b_desc.load([b_z, k, n]).reshape(BK, BN)
+        acc = multiply(a, b, acc, SWAP, PRECISION, ROUND)
+    return acc
+
+
+@triton.jit
 def gemm_tma(
     a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod,
     z0, bias_stride_m, bias_stride_n, alpha, beta,
@@ -29,19 +53,11 @@ def gemm_tma(
 
     ROWS: tl.constexpr = BN if SWAP else BM
     COLS: tl.constexpr = BM if SWAP else BN
-    acc = tl.full((ROWS, COLS), 0.0, tl.float32)
     first, last = slice_of(K, part, split, BK, SPLIT_K)
-    for step in range(first, last):
-        k = step * BK
-        if TRANS_A:
-            a = tl.trans(a_desc.load([a_z, k, m]).reshape(BK, BM))
-        else:
-            a = a_desc.load([a_z, m, k]).reshape(BM, BK)
-        if TRANS_B:
-            b = tl.trans(b_desc.load([b_z, n, k]).reshape(BN, BK))
-        else:
-            b = b_desc.load([b_z, k, n]).reshape(BK, BN)
-        acc = multiply(a, b, acc, SWAP, PRECISION, ROUND)
+    acc = accumulate(
+        a_desc, b_desc, a_z, b_z, m, n, first, last,
+        BM, BN, BK, TRANS_A, TRANS_B, SWAP, PRECISION, ROUND,
+    )  # fmt: skip
 
     mine = True
     if SPLIT_K:

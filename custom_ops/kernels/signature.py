@@ -30,7 +30,15 @@ PARAMETERS: dict[Family, dict[str, Param]] = {
     Family.GEMM_TMA: {**_DESCRIPTORS, **_COMMON, **_EPILOGUE},
     Family.GEMM_POINTER: {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
     Family.GEMM_WS: {**_DESCRIPTORS, **_PERSISTENT, **_EPILOGUE},
-}
+    Family.GEMM_TMA_MASKED: {
+        "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y": Param.PTR_Y, **_COMMON,
+        "ldc": Param.LDC, "c_batch": Param.C_BATCH, **_EPILOGUE,
+    },
+    Family.COPY_PADDED: {
+        "a": Param.PTR_A, "y": Param.PTR_Y, "M": Param.M, "N": Param.N, "K": Param.K,
+        "lda": Param.LDA, "ldc": Param.LDC, "a_batch": Param.A_BATCH, "c_batch": Param.C_BATCH,
+    },
+}  # fmt: skip
 
 
 def launch_params(family: Family) -> tuple[Param, ...]:

@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "pack.h"
+#include "packing.h"
 #include "planner.h"
 #include "stats.h"
 
@@ -54,6 +55,12 @@ struct Views {
     for (Matrix& x : operand) {
       // The stride of a single entry is never used, but a tensor map wants a legal one.
       if (x.entries == 1) x.batch_stride = x.rows * x.pitch;
+    }
+    // Zeros up to the next 16 bytes belong to a row that is aligned.
+    const int64_t unit = 16 / bytes;
+    for (int i : {0, 1}) {
+      if ((i == 0 ? p.align_a : p.align_b) < 16) continue;
+      operand[i].columns = (operand[i].columns + unit - 1) / unit * unit;
     }
   }
 };
@@ -268,10 +275,36 @@ void Launcher::load(int dtype, int precision) {
   loaded.store(true, std::memory_order_release);
 }
 
+void Launcher::copy(const mp_problem& p, const mp_copy& copy, int operand, const void* source,
+                    void* target, CUstream stream) {
+  const CopyLaunch launch = launch_of(p, copy, operand);
+  launch_regions(launch.problem, &launch.region, 1, {source, nullptr, nullptr, target}, nullptr,
+                 nullptr, stream, nullptr);
+}
+
 void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& operands,
                       void* workspace, void* counters, CUstream stream, TensorMapCache* maps) {
-  for (int i = 0; i < plan.region_count; ++i) {
-    const mp_region& r = plan.regions[i];
+  if (!has_copies(plan)) {
+    launch_regions(p, plan.regions, plan.region_count, operands, workspace, counters, stream, maps);
+    return;
+  }
+  Operands moved = operands;
+  const void** const sources[] = {&moved.a, &moved.b};
+  for (int operand : {0, 1}) {
+    if (plan.copies[operand].bytes == 0) continue;
+    void* target = static_cast<char*>(workspace) + plan.copies[operand].offset;
+    copy(p, plan.copies[operand], operand, *sources[operand], target, stream);
+    *sources[operand] = target;
+  }
+  launch_regions(copied(p, plan), plan.regions, plan.region_count, moved, workspace, counters,
+                 stream, maps);
+}
+
+void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int count,
+                              const Operands& operands, void* workspace, void* counters,
+                              CUstream stream, TensorMapCache* maps) {
+  for (int i = 0; i < count; ++i) {
+    const mp_region& r = regions[i];
     const mp_kernel& k = pack_->kernel(r.kernel);
     if (!functions_[r.kernel])
       fail(MP_NO_KERNEL, "kernel ", k.name, " does not fit GPU ", ordinal_);

@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "pack.h"
+#include "packing.h"
 #include "stats.h"
 
 namespace moonpoly {
@@ -47,6 +48,7 @@ bool runs_on(int pack_sm, int device_sm) {
 }  // namespace
 
 const char* refusal(const mp_kernel& k, const mp_problem& p) {
+  if (k.family == MP_COPY_PADDED) return "it copies and computes no product";
   if (k.dtype != p.dtype) return "it has another dtype";
   if (k.dtype == MP_F32 && k.precision != p.precision) return "it has another precision";
   if (k.trans_a != p.trans_a || k.trans_b != p.trans_b) return "it has another operand layout";
@@ -259,10 +261,13 @@ void Planner::cover(const mp_problem& p, const mp_region& area, const PlanReques
   }
 }
 
-void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out) const {
+void Planner::plan(const mp_problem& p, const PlanRequest& asked, mp_plan* out) const {
   check_problem(p);
   std::memset(out, 0, sizeof *out);
   if (p.m == 0 || p.n == 0 || p.batch == 0) return;
+  PlanRequest request = asked;
+  const bool copy = is_copy(pack_, asked.only_kernel, p);
+  if (copy) request.only_kernel = -1;
   for (int64_t m0 = 0; m0 < p.m; m0 += kMaxExtent) {
     for (int64_t n0 = 0; n0 < p.n; n0 += kMaxExtent) {
       mp_region area{};
@@ -274,6 +279,7 @@ void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out
       cover(p, area, request, out);
     }
   }
+  if (request.only_kernel < 0) consider_copies(p, request, copy, out);
 }
 
 std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, bool workspace) const {

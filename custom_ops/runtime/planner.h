@@ -55,6 +55,8 @@ class Planner {
   void consider(int kernel, const Extent& extent, const PlanRequest& request, Choice* best) const;
   void cover(const mp_problem& problem, const mp_region& area, const PlanRequest& request,
              mp_plan* out) const;
+  void consider_copies(const mp_problem& problem, const PlanRequest& request, bool forced,
+                       mp_plan* out) const;  // in packing.cc
 
   const Pack& pack_;
   mp_device device_;
