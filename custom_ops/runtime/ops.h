@@ -19,6 +19,7 @@ enum class Backend { kAuto, kCuda, kInterpreter };
 struct Settings {
   Backend backend = Backend::kAuto;
   int32_t precision = MP_TF32;
+  bool repack = true;                     // constant weights, where their rows ask for it
   std::string pack_path;                  // empty: search
   std::vector<std::string> pack_folders;  // in order
 

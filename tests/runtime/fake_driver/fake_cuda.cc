@@ -19,6 +19,7 @@ std::mutex mutex;
 int context_marker[2];
 thread_local std::vector<void*> contexts;
 int capturing = 0;
+int on_host = 0, fail_alloc = 0, allocations = 0;
 int modules = 0, functions_loaded = 0, fail_encode = 0, fail_function = 0;
 std::map<void*, int> shared_limits;
 
@@ -175,11 +176,20 @@ EXPORT int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** params
 }
 EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   if (contexts.empty()) return 201;
+  if (fail_alloc) return 2;
+  ++allocations;
   void* memory = std::malloc(bytes);
   std::memset(memory, 0xcd, bytes);
   return *pointer = reinterpret_cast<uint64_t>(memory), 0;
 }
-EXPORT int cuMemFree_v2(uint64_t pointer) { return std::free(reinterpret_cast<void*>(pointer)), 0; }
+EXPORT int cuMemFree_v2(uint64_t pointer) {
+  --allocations;
+  return std::free(reinterpret_cast<void*>(pointer)), 0;
+}
+EXPORT int cuPointerGetAttribute(unsigned* value, int attribute, uint64_t pointer) {
+  if (attribute != 2 || pointer == 0 || on_host) return kInvalidValue;
+  return *value = 2, 0;
+}
 // Asynchronous to the host, like the driver's, and here as late as it may be.
 EXPORT int cuMemsetD32_v2(uint64_t pointer, unsigned value, size_t count) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -233,6 +243,9 @@ EXPORT int cuTensorMapEncodeTiled(char* map, int dtype, uint32_t rank, void* add
 // ---- for the tests
 // ---------------------------------------------------------------------------------
 EXPORT void fake_set_capturing(int on) { capturing = on; }
+EXPORT void fake_pointers_on_host(int on) { on_host = on; }
+EXPORT void fake_fail_alloc(int on) { fail_alloc = on; }
+EXPORT int fake_allocations() { return allocations; }
 EXPORT void fake_fail_encode(int on) { fail_encode = on; }
 EXPORT void fake_fail_function(int on) { fail_function = on; }
 EXPORT void fake_set_context(int device) {
