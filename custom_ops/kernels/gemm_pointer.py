@@ -9,7 +9,7 @@ loads wide. K tails are masked in both operands: 0 * NaN would leak.
 import triton
 import triton.language as tl
 
-from .tiles import epilogue, locate, multiply, slice_of, sum_slices
+from .tiles import await_previous_kernel, epilogue, locate, multiply, slice_of, sum_slices
 
 
 @triton.jit
@@ -19,7 +19,9 @@ def gemm_pointer(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
+    await_previous_kernel(DEPENDENT_LAUNCH, LATE=True)
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
     a += (z // a_div % a_mod).to(tl.int64) * a_batch

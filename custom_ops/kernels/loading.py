@@ -63,4 +63,4 @@ def constants(
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
         "PRECISION": str(spec.precision), "ROUND": rounded,
     }  # fmt: skip
-    return common if spec.family is Family.GEMM_POINTER else common | early
+    return common | early

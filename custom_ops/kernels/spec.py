@@ -188,11 +188,10 @@ def is_launched_early(spec: KernelSpec, sm: int) -> bool:
 
     Its blocks then fill what the other's leave free. Deep pipelines, a block or two to an SM, gain
     5% from that; where many blocks fit an SM they end up on a few of them: pointer kernels took up
-    to 2.5 times as long on an H200.
+    to 2.5 times as long on an H200. Those are launched early only with at most a block for each SM
+    (`launcher.cc`).
     """
-    return sm == 90 and spec.family in (
-        Family.GEMM_TMA, Family.GEMM_TMA_MASKED, Family.COPY_PADDED
-    )  # fmt: skip
+    return sm == 90 and spec.family is not Family.GEMM_WS
 
 
 def accepts(
@@ -274,7 +273,7 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         (right, right_is_k_major(spec), False),
     ):
         if not _is_async(align):
-            loop += tile * (2 if sm == 100 else 1)
+            loop += tile * (2 if sm == 100 and wide else 1)
             continue
         buffers = spec.stages if wide else max(spec.stages - 1, 1)
         if wide and spec.dtype is Dtype.F32 and not k_major:
@@ -418,6 +417,13 @@ UNALIGNED = (
     Tile(64, 64, 32, 4, 3, "sft"),
     Tile(16, 128, 32, 4, 3, "sft"),
 )
+# One K step or few, latency alone: two to twenty loads a thread, all under way at once.
+TINY = (
+    Tile(16, 64, 16, 4, 4, ""),
+    Tile(64, 16, 16, 4, 4, ""),
+    Tile(16, 32, 64, 4, 4, "f"),
+    Tile(64, 16, 64, 4, 4, "f"),
+)
 WIDE_UNALIGNED = (*UNALIGNED[:2], Tile(16, 128, 32, 4, 3, "sft", swap=True))
 # fp32 on the scalar units. The sizes are again those of 2-byte elements.
 IEEE = (
@@ -432,7 +438,10 @@ MASKED = (
     Tile(128, 128, 64, 8, 1, "sf"),
     Tile(64, 128, 64, 4, 2, "sf"),
     Tile(64, 64, 64, 4, 3, "sf"),
+    # Narrow N: what the slices of a long K leave to be summed stays small.
     Tile(64, 16, 128, 4, 3, "sf"),
+    Tile(16, 16, 256, 2, 2, "sf"),
+    Tile(16, 64, 128, 4, 2, "sf", swap=True),
     Tile(16, 128, 128, 4, 1, "sf", swap=True),
 )
 # Copies: a tile is read and written at once, 32 elements a thread.
@@ -523,6 +532,7 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
         least = _aligned(pointer, dtype.bytes, dtype.bytes, dtype.bytes)
         for align_a, align_b, align_c in _classes(layout, dtype.bytes):
             out += _expand(unaligned_tiles, _aligned(pointer, align_a, align_b, align_c), sm)
+        out += _expand(TINY, least, sm)
         out += _expand(MATRIX_BIAS[1:], replace(least, bias_matrix=True), sm)
 
         if layout == NT and family is Family.GEMM_TMA:

@@ -16,14 +16,21 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def await_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr):
+def await_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr, LATE: tl.constexpr = False):
     """Programmatic dependent launch (sm_90 and up): the next kernel of the stream may be placed on
     the SMs as soon as all blocks of this one run, and each waits here, before it touches memory,
     until the kernel in front of it is complete. That hides about 1 us of launch latency a kernel.
+
+    LATE: the next kernel is let in only when this one starts its work, so that no more than one
+    kernel waits beside the one that runs, and the SMs do not fill up with blocks that wait.
     """
     if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()
-        gdc_wait()
+        if LATE:
+            gdc_wait()
+            gdc_launch_dependents()
+        else:
+            gdc_launch_dependents()
+            gdc_wait()
 
 
 @triton.jit

@@ -152,6 +152,9 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
   double fixed =
       kBlockClocks + kWarpgroupClocks * multiplying_warps(k) / 4 + bytes / kStoreBytesPerClock;
   if (k.bias_matrix) fixed += kMatrixBiasClocks;
+  if (k.family == MP_GEMM_TMA_MASKED) {  // an element a lane and store
+    fixed += double(k.bm) * k.bn / 32 * kNarrowLoadClocks;
+  }
   if (k.split_k) fixed += slice_clocks(k);
   const double l2 = model.l2_bytes_per_clock, clocks = model.clocks_per_us;
   cost.fixed_us = fixed / clocks;

@@ -84,6 +84,7 @@ class Launcher {
   const std::shared_ptr<const Pack> pack_;
   const int ordinal_;
   const PrimaryContext context_;
+  int sm_count_;
   std::mutex load_mutex_;
   std::array<std::atomic<bool>, 6> loaded_{};  // by dtype and precision
   std::vector<CUmodule> modules_;

@@ -177,5 +177,5 @@ def test_what_is_repacked(
 
 
 def test_repacking_an_illegal_problem_is_refused(pack: native.Pack) -> None:
-    with pytest.raises(ProblemError, match="dtype code 7"):
-        pack.repacked(dense(native.Dtype.F16, 4, 5, 6, dtype=7))
+    with pytest.raises(ProblemError, match="precision code 7"):
+        pack.repacked(dense(native.Dtype.F16, 4, 5, 6, precision=7))

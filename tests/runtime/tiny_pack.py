@@ -64,6 +64,7 @@ class TinyKernel:
     bias_matrix: int = 0
     align: int = 16
     align_c: int = 0  # 0: as the others
+    waits: int = 0  # pointer kernels: compiled for programmatic dependent launch
     cubin: bytes = b""
 
     @property
@@ -91,7 +92,7 @@ class TinyKernel:
         record.shared_bytes = (self.bm + self.bn) * self.bk * self.element_bytes * self.stages
         record.registers = 128
         record.param_offset, record.param_count = param_offset, len(params)
-        record.dependent_launch = self.family not in (
+        record.dependent_launch = self.waits or self.family not in (
             native.Family.GEMM_POINTER, native.Family.GEMM_WS
         )  # fmt: skip
         if self.family not in (native.Family.GEMM_POINTER, native.Family.COPY_PADDED):
