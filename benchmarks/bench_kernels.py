@@ -113,11 +113,15 @@ def informative() -> Iterator[Shape]:
                 yield Shape(f"{m}x{n}x{k}", kind, m, n, k)
 
 
-def read_shapes(path: Path) -> Iterator[Shape]:
-    """Rows of a CSV with the columns id, class, M, N, K; those with core = 1 come first."""
+def read_shapes(path: Path, *, core: bool = False) -> Iterator[Shape]:
+    """Rows of a CSV with the columns id, class, M, N, K; those with core = 1 come first, or alone
+    with `core`.
+    """
     with path.open(newline="") as source:
         rows = sorted(csv.DictReader(source), key=lambda row: row.get("core", "1") != "1")
     for row in rows:
+        if core and row.get("core", "1") != "1":
+            continue
         yield Shape(row["id"], row["class"], int(row["M"]), int(row["N"]), int(row["K"]))
 
 
@@ -241,7 +245,7 @@ class Bench:
         for index, kernel in enumerate(self.setting.pack.kernels):
             if self.setting.only not in kernel.name and index != chosen.kernel:
                 continue
-            if kernel.name in self.avoid:
+            if kernel.name in self.avoid or kernel.family == native.Family.COPY_PADDED:
                 continue
             grids = set()  # splits beyond what the device holds make the same persistent launch
             splits = set(SPLITS) if kernel.split_k else {1}

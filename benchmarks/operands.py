@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moonpoly_ort import native
+from moonpoly_ort.errors import ProblemError
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 CODES = {"f16": 0, "bf16": 1, "f32": 2}
@@ -265,6 +266,57 @@ def _fields(p: Product, a: Stack, b: Stack, y: Stack, c: Stack | None) -> dict[s
         "bias": BIAS_CODES[p.bias], "bias_stride_m": bias_m, "bias_stride_n": bias_n,
         "alpha": p.alpha, "beta": p.beta if c else 0.0,
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A product as a session launches it: its constant B repacked where that is predicted to be
+    faster. `pointers` are those of A, B, bias (0: none) and Y.
+    """
+
+    problem: native.Problem
+    plan: native.Plan
+    pointers: tuple[int, int, int, int]
+    repacked: torch.Tensor | None = field(repr=False)
+
+
+def prepared(
+    operands: Operands, pack: native.Pack, device: native.Device, launcher: native.Launcher | None
+) -> Prepared:
+    """Plans a product with B as it is stored and, where a copy has a use, repacked, and makes that
+    copy if it is the better of the two; on the current CUDA stream, or without a launcher on the
+    CPU.
+    """
+    stored = operands.problem
+    plan = pack.plan(device, stored)
+    problem, size = pack.repacked(stored)
+    if size == 0:
+        return Prepared(stored, plan, operands.pointers, None)
+    other = pack.plan(device, problem)
+    if other.predicted_us >= plan.predicted_us:
+        return Prepared(stored, plan, operands.pointers, None)
+    return replace(repack(operands, pack, launcher), plan=other)
+
+
+def repack(operands: Operands, pack: native.Pack, launcher: native.Launcher | None) -> Prepared:
+    """The product with B repacked; its plan is left empty. Raises ProblemError where a copy of B
+    has no use.
+    """
+    problem, size = pack.repacked(operands.problem)
+    if size == 0:
+        raise ProblemError(f"B of {operands.product} is used as it is stored")
+    b = operands.b.view
+    copy = torch.empty((problem.n, problem.ldb), dtype=b.dtype, device=b.device)
+    if launcher is None:
+        copy.zero_()
+        copy[:, : problem.k] = b[0] if operands.product.trans_b else b[0].mT
+    else:
+        stream = torch.cuda.current_stream().cuda_stream
+        launcher.repack(
+            operands.problem, b=operands.b.pointer, packed=copy.data_ptr(), stream=stream
+        )
+    a, _, bias, y = operands.pointers
+    return Prepared(problem, native.Plan(), (a, copy.data_ptr(), bias, y), copy)
 
 
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
