@@ -135,7 +135,7 @@ def _naming(spec: KernelSpec) -> Iterator[None]:
 
 def _entries(p: Problem, operand: str) -> int:
     div, mod = (p.a_div, p.a_mod) if operand == "a" else (p.b_div, p.b_mod)
-    return min(mod, -(-p.batch // div))
+    return int(min(mod, -(-p.batch // div)))
 
 
 def _run_copy(
