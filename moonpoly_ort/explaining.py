@@ -52,8 +52,8 @@ class NodePlan:
     product of one column is computed transposed), `launches`
     how often the regions are launched, `calls` how often the node runs with these shapes in one run
     of the model. `copies` names the operands, "a" and "b", that are copied with padded rows in
-    front of the regions; `repacked` says that the plan is for a constant weight repacked at creation.
-    `why_not` is empty, or says why there is no plan: then `regions` is empty.
+    front of the regions; `repacked` says that the plan is for a constant weight repacked at
+    creation. `why_not` is empty, or says why there is no plan: then `regions` is empty.
     """
 
     name: str
