@@ -5,9 +5,10 @@ them is the fastest, and whether the planner finds it.
 
 One CSV row for every candidate that may be near the best: the kernels on the operands as they are
 stored (`way` stored), on a constant B repacked once (repacked, outside the timing), and on operands
-copied in front of every product (copied, inside the timing). The planner's choice has `chosen` 1.
-Candidates sit in short CUDA graphs on rotated operands with L2 overwritten between replays; figures
-are medians. A summary is printed last. Shapes that the output holds are skipped.
+copied in front of every product (copied, inside the timing; repacked+copied: A alone). The planner's
+choice has `chosen` 1. Candidates sit in short CUDA graphs on rotated operands with L2 overwritten
+between replays; figures are medians. A summary is printed last. Shapes that the output holds are
+skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.operands import (
     DTYPES,
     NUMBERS,
     Operands,
-    Prepared,
+    Repacked,
     relative_error,
     repack,
 )
@@ -105,12 +106,12 @@ class Unaligned(Bench):
                     continue  # of another dtype or layout
         return None
 
-    def launch_of(self, sets: list[tuple[Operands, Prepared | None]], one: Candidate) -> Launch:
+    def launch_of(self, sets: list[tuple[Operands, Repacked | None]], one: Candidate) -> Launch:
         way, problem, plan = one
         runner = self.setting.runner
         runner.reserve(plan)
         pointers = [
-            repacked.pointers if way == "repacked" and repacked else operands.pointers
+            repacked.pointers if way.startswith("repacked") and repacked else operands.pointers
             for operands, repacked in sets
         ]
         return lambda index: runner.launch(problem, plan, pointers[index])
@@ -121,7 +122,7 @@ class Unaligned(Bench):
         launches = launches_per_sweep(min(plan.predicted_us for _, _, plan in candidates))
         count = min(launches, rotation(product_bytes(product), self.l2_bytes))
         operands = self.allocate(product, count)
-        packs_b = any(way == "repacked" for way, _, _ in candidates)
+        packs_b = any(way.startswith("repacked") for way, _, _ in candidates)
         launcher = self.setting.runner.launcher
         sets = [
             (one, repack(one, self.setting.pack, launcher) if packs_b else None) for one in operands
@@ -149,7 +150,7 @@ class Unaligned(Bench):
         ))  # fmt: skip
 
     def _check(
-        self, shape: Shape, one: tuple[Operands, Prepared | None], candidates: list[Candidate]
+        self, shape: Shape, one: tuple[Operands, Repacked | None], candidates: list[Candidate]
     ) -> None:
         """Each candidate once against float64: a wrong one is told, and fails the run."""
         operands = one[0]
@@ -184,7 +185,9 @@ class Unaligned(Bench):
 
 def _named(one: Candidate) -> Candidate:
     way, problem, plan = one
-    return ("copied" if plan.copies else way), problem, plan
+    if plan.copies:
+        way = {"stored": "copied", "repacked": "repacked+copied"}.get(way, way)
+    return way, problem, plan
 
 
 def _key(one: Candidate) -> tuple[str, int, int]:

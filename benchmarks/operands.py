@@ -269,38 +269,17 @@ def _fields(p: Product, a: Stack, b: Stack, y: Stack, c: Stack | None) -> dict[s
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A product as a session launches it: its constant B repacked where that is predicted to be
-    faster. `pointers` are those of A, B, bias (0: none) and Y.
-    """
+class Repacked:
+    """A product whose constant B was repacked. `pointers` are those of A, B, bias (0: none), Y."""
 
     problem: native.Problem
-    plan: native.Plan
     pointers: tuple[int, int, int, int]
-    repacked: torch.Tensor | None = field(repr=False)
+    copy: torch.Tensor = field(repr=False)
 
 
-def prepared(
-    operands: Operands, pack: native.Pack, device: native.Device, launcher: native.Launcher | None
-) -> Prepared:
-    """Plans a product with B as it is stored and, where a copy has a use, repacked, and makes that
-    copy if it is the better of the two; on the current CUDA stream, or without a launcher on the
-    CPU.
-    """
-    stored = operands.problem
-    plan = pack.plan(device, stored)
-    problem, size = pack.repacked(stored)
-    if size == 0:
-        return Prepared(stored, plan, operands.pointers, None)
-    other = pack.plan(device, problem)
-    if other.predicted_us >= plan.predicted_us:
-        return Prepared(stored, plan, operands.pointers, None)
-    return replace(repack(operands, pack, launcher), plan=other)
-
-
-def repack(operands: Operands, pack: native.Pack, launcher: native.Launcher | None) -> Prepared:
-    """The product with B repacked; its plan is left empty. Raises ProblemError where a copy of B
-    has no use.
+def repack(operands: Operands, pack: native.Pack, launcher: native.Launcher | None) -> Repacked:
+    """Copies B as `Pack.repacked` describes, on torch's current stream, or without a launcher on
+    the CPU. Raises ProblemError where a copy of B has no use.
     """
     problem, size = pack.repacked(operands.problem)
     if size == 0:
@@ -316,7 +295,7 @@ def repack(operands: Operands, pack: native.Pack, launcher: native.Launcher | No
             operands.problem, b=operands.b.pointer, packed=copy.data_ptr(), stream=stream
         )
     a, _, bias, y = operands.pointers
-    return Prepared(problem, native.Plan(), (a, copy.data_ptr(), bias, y), copy)
+    return Repacked(problem, (a, copy.data_ptr(), bias, y), copy)
 
 
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
