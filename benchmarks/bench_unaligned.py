@@ -5,10 +5,10 @@ them is the fastest, and whether the planner finds it.
 
 One CSV row for every candidate that may be near the best: the kernels on the operands as they are
 stored (`way` stored), on a constant B repacked once (repacked, outside the timing), and on operands
-copied in front of every product (copied, inside the timing; repacked+copied: A alone). The planner's
-choice has `chosen` 1. Candidates sit in short CUDA graphs on rotated operands with L2 overwritten
-between replays; figures are medians. A summary is printed last. Shapes that the output holds are
-skipped.
+copied in front of every product (copied, inside the timing; repacked+copied: A alone). The
+planner's choice has `chosen` 1. Candidates sit in short CUDA graphs on rotated operands with L2
+overwritten between replays; figures are medians. A summary is printed last. Shapes that the output
+holds are skipped.
 """
 
 from __future__ import annotations
