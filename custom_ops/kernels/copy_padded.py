@@ -19,16 +19,18 @@ def copy_padded(
     a, y, M, N, K, lda, ldc, a_batch, c_batch,
     BM: tl.constexpr, BN: tl.constexpr, TRANS_A: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    await_previous_kernel(DEPENDENT_LAUNCH)
     block = tl.program_id(0)
     across = ceil_div(N, BN)
     tiles = across * ceil_div(M, BM)
     z = (block // tiles).to(tl.int64)
     tile = block % tiles
-    rows = tile // across * BM + tl.arange(0, BM)
-    columns = tile % across * BN + tl.arange(0, BN)
+    row = tile // across * BM
+    column = tile % across * BN
+    rows = row + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
     a += z * a_batch
     y += z * c_batch
+    await_previous_kernel(row | column, DEPENDENT_LAUNCH)
     if TRANS_A:  # read along the source's rows, which are columns of Y
         source = a + columns.to(tl.int64)[:, None] * lda + rows[None, :]
         there = (columns < K)[:, None] & (rows < M)[None, :]

@@ -21,11 +21,12 @@ def gemm_pointer(
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    await_previous_kernel(DEPENDENT_LAUNCH, LATE=True)
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
-    a += (z // a_div % a_mod).to(tl.int64) * a_batch
-    b += (z // b_div % b_mod).to(tl.int64) * b_batch
+    a_z = z // a_div % a_mod
+    b_z = z // b_div % b_mod
+    a += a_z.to(tl.int64) * a_batch
+    b += b_z.to(tl.int64) * b_batch
     y += z.to(tl.int64) * c_batch
 
     offs_m = m + tl.arange(0, BM)
@@ -52,11 +53,14 @@ def gemm_pointer(
         b_step = BK * ldb
         b_in = (offs_n < N)[None, :]
 
+    await_previous_kernel(m | n | k | a_z | b_z, DEPENDENT_LAUNCH, LATE=True)
     ROWS: tl.constexpr = BN if SWAP else BM
     COLS: tl.constexpr = BM if SWAP else BN
     acc = tl.full((ROWS, COLS), 0.0, tl.float32)
-    for step in range(first, last):
-        k_in = offs_k < K - step * BK
+    # At least one step, all masked where there is none: without a branch around the loop the
+    # compiler leaves the addresses where they are.
+    for step in range(tl.maximum(last - first, 1)):
+        k_in = offs_k < K - (first + step) * BK
         a_values = tl.load(a_tile, mask=k_in[None, :] & a_in, other=0.0)
         b_values = tl.load(b_tile, mask=k_in[:, None] & b_in, other=0.0)
         acc = multiply(a_values, b_values, acc, SWAP, PRECISION, ROUND)

@@ -9,28 +9,33 @@ only, compiled, so none is used.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 # The interpreter multiplies the bit patterns of bf16, not their values; widening first is exact.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def await_previous_kernel(DEPENDENT_LAUNCH: tl.constexpr, LATE: tl.constexpr = False):
+def await_previous_kernel(ready, DEPENDENT_LAUNCH: tl.constexpr, LATE: tl.constexpr = False):
     """Programmatic dependent launch (sm_90 and up): the next kernel of the stream may be placed on
     the SMs as soon as all blocks of this one run, and each waits here, before it touches memory,
     until the kernel in front of it is complete. That hides about 1 us of launch latency a kernel.
+
+    `ready`, an i32 that is not negative, is worked out first: where a block works, some 300
+    instructions of a small kernel. The wait depends on it, since ptxas would move it in front.
 
     LATE: the next kernel is let in only when this one starts its work, so that no more than one
     kernel waits beside the one that runs, and the SMs do not fill up with blocks that wait.
     """
     if DEPENDENT_LAUNCH:
+        if not LATE:
+            gdc_launch_dependents()
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p griddepcontrol.wait; mov.b32 $0, 0; }",
+            "=r,r", [ready], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
         if LATE:
-            gdc_wait()
             gdc_launch_dependents()
-        else:
-            gdc_launch_dependents()
-            gdc_wait()
 
 
 @triton.jit

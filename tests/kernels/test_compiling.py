@@ -121,6 +121,20 @@ def test_warp_specialised_kernels_on_hopper(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("family", [Family.GEMM_TMA, Family.GEMM_TMA_MASKED, Family.GEMM_POINTER])
+def test_a_block_knows_where_it_works_before_it_waits(family: Family, tmp_path: Path) -> None:
+    spec = next(s for s in specs(90) if s.family is family and s.bm == 16 and not s.split_k)
+    kernel = compile_spec(spec, 90)
+    assert kernel.dependent_launch
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/(.*)", _sass(kernel, tmp_path))
+    first = {
+        what: next(i for i, line in enumerate(lines) if re.search(rf"\b({what})\b", line))
+        for what in ("ACQBULK", "PREEXIT", "LDG|UTMALDG")
+    }
+    assert 100 < first["ACQBULK"] < first["LDG|UTMALDG"]
+    assert (first["PREEXIT"] > first["ACQBULK"]) == (family is Family.GEMM_POINTER)
+
+
 def test_a_factor_of_tf32_would_be_copied_if_it_did_not_pass_through_registers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
