@@ -541,8 +541,6 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
         if layout in (NT, TN):
             copy, tile = replace(least, family=Family.COPY_PADDED), COPIES[layout.trans_a]
             out += _expand((tile,), copy, sm)
-            if dtype is Dtype.F32:  # the same, among the kernels that an ieee session loads
-                out += _expand((tile,), replace(copy, precision=Precision.IEEE), sm)
 
         if dtype is Dtype.F32:
             for spec in (pointer, least):

@@ -11,7 +11,7 @@ from gemm_case import SENTINEL, TORCH, Buffer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moonpoly_ort.custom_ops.kernels import pack_format
-from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family, Precision, specs
+from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family, specs
 
 from moonpoly_ort import devices, interpreter, native, packs
 from moonpoly_ort.errors import KernelMissingError, ProblemError
@@ -26,16 +26,15 @@ def pack() -> Iterator[native.Pack]:
         yield opened
 
 
-def copy_kernel(dtype: Dtype, precision: Precision, trans: bool) -> int:
+def copy_kernel(dtype: Dtype, trans: bool) -> int:
     return next(
         i for i, s in enumerate(SPECS)
-        if s.family is Family.COPY_PADDED and s.trans_a == trans
-        and (s.dtype, s.precision) == (dtype, precision)
+        if s.family is Family.COPY_PADDED and (s.dtype, s.trans_a) == (dtype, trans)
     )  # fmt: skip
 
 
 def run(
-    pack: native.Pack, dtype: Dtype, precision: Precision, trans: bool, m: int, n: int, k: int, *,
+    pack: native.Pack, dtype: Dtype, trans: bool, m: int, n: int, k: int, *,
     batch: int = 1, a_map: tuple[int, int] = (1, 1), b_map: tuple[int, int] = (1, 1),
     slack: int = 1, align: int = 0, bias: bool = False,
 ) -> native.Plan:  # fmt: skip
@@ -50,7 +49,7 @@ def run(
     y = Buffer(torch.full((batch, m, n), nan, dtype=TORCH[dtype]), align, slack, SENTINEL)
     c_in = Buffer(c, dtype.bytes, 0, nan)
     problem = native.Problem(
-        dtype=pack_format.DTYPE_CODE[dtype], precision=pack_format.PRECISION_CODE[precision],
+        dtype=pack_format.DTYPE_CODE[dtype],
         trans_a=trans, trans_b=not trans, m=m, n=n, k=k, batch=batch,
         lda=a_in.pitch, ldb=b_in.pitch, ldc=y.pitch, a_batch_stride=a_in.batch_stride,
         b_batch_stride=b_in.batch_stride, c_batch_stride=y.batch_stride,
@@ -58,7 +57,7 @@ def run(
         align_a=dtype.bytes, align_b=dtype.bytes, align_c=dtype.bytes,
         bias=int(bias), bias_stride_n=1, alpha=0.5, beta=2.0 * bias,
     )  # fmt: skip
-    plan = pack.plan(DEVICE, problem, kernel=copy_kernel(dtype, precision, trans))
+    plan = pack.plan(DEVICE, problem, kernel=copy_kernel(dtype, trans))
     assert [operand for operand, _ in plan.copies] == ["a", "b"]
     interpreter.run(
         pack, problem, plan, a_in.address, b_in.address, c_in.address if bias else None, y.address
@@ -76,31 +75,23 @@ def run(
     return plan
 
 
-KINDS = [(d, Precision.TF32) for d in Dtype] + [(Dtype.F32, Precision.IEEE)]
-
-
 @pytest.mark.parametrize("trans", [False, True])
-@pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_both_operands_are_copied(
-    pack: native.Pack, dtype: Dtype, precision: Precision, trans: bool
-) -> None:
-    plan = run(pack, dtype, precision, trans, 37, 45, 53, bias=True)
-    kernel = SPECS[plan.regions[0].kernel]
-    assert kernel.family is (
-        Family.GEMM_POINTER if precision is Precision.IEEE else Family.GEMM_TMA_MASKED
-    )
+@pytest.mark.parametrize("dtype", Dtype)
+def test_both_operands_are_copied(pack: native.Pack, dtype: Dtype, trans: bool) -> None:
+    plan = run(pack, dtype, trans, 37, 45, 53, bias=True)
+    assert SPECS[plan.regions[0].kernel].family is Family.GEMM_TMA_MASKED
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_shape_is_copied(pack: native.Pack, data: st.DataObject) -> None:
     draw = data.draw
-    dtype, precision = draw(st.sampled_from(KINDS))
+    dtype = draw(st.sampled_from(Dtype))
     m, n, k = (draw(st.integers(1, high)) for high in (80, 140, 150))
     inner, outer = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     maps = st.sampled_from([(1, 1), (1, inner * outer), (inner, outer), (1, inner)])
     plan = run(
-        pack, dtype, precision, draw(st.booleans()), m, n, k, batch=inner * outer,
+        pack, dtype, draw(st.booleans()), m, n, k, batch=inner * outer,
         a_map=draw(maps), b_map=draw(maps), slack=draw(st.integers(0, 2)),
         align=draw(st.sampled_from([a for a in (2, 4, 8, 16) if a >= dtype.bytes])),
         bias=draw(st.booleans()),
@@ -135,7 +126,7 @@ def test_small_or_aligned_products_are_not(pack: native.Pack) -> None:
 
 
 def test_a_copy_of_no_columns_is_refused(pack: native.Pack) -> None:
-    kernel = copy_kernel(Dtype.F16, Precision.TF32, False)
+    kernel = copy_kernel(Dtype.F16, False)
     problem = dense(native.Dtype.F16, 16, 16, 0, trans_b=1, ldb=8)
     with pytest.raises(KernelMissingError, match="K is 0"):
         pack.plan(DEVICE, problem, kernel=kernel)
@@ -161,7 +152,7 @@ def test_a_repacked_weight_is_a_problem_of_its_own(pack: native.Pack) -> None:
         (native.Dtype.F16, 1000, 521, {}, 0),  # rows of B are, whatever K
         (native.Dtype.F16, 1000, 521, {"trans_b": 1, "ldb": 521, "align_b": 2}, 1000 * 528 * 2),
         (native.Dtype.F32, 1000, 520, {}, 1000 * 520 * 4),  # not along K
-        (native.Dtype.F32, 1000, 520, {"precision": 1}, 0),
+        (native.Dtype.F32, 1001, 520, {"precision": 1}, 0),
         (native.Dtype.F32, 1000, 520, {"trans_b": 1, "ldb": 520}, 0),
         (native.Dtype.F16, 999, 520, {"batch": 3, "b_mod": 3}, 0),  # a stack of weights
     ],

@@ -141,7 +141,7 @@ def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
 def unaligned_kernels(cubin: bytes = b"") -> list[TinyKernel]:
     """What copies operands of any alignment, and multiplies the copies into any Y."""
     kernels = []
-    for dtype, precision in ((0, 0), (1, 0), (2, 0), (2, 1)):
+    for dtype, precision in ((0, 0), (1, 0), (2, 0)):
         least = 4 if dtype == native.Dtype.F32 else 2
         kind = {"dtype": dtype, "precision": precision, "cubin": cubin}
         for split in (0, 1):
