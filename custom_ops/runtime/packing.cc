@@ -153,11 +153,14 @@ bool is_copy(const Pack& pack, int kernel, const mp_problem& p) {
   return true;
 }
 
-double copy_us(const mp_problem& p, const mp_copy& copy, int operand, const DeviceModel& model) {
+double copy_us(const mp_problem& p, const mp_copy& copy, int operand, const mp_kernel& kernel,
+               const DeviceModel& model) {
   const Source source = source_of(p, operand);
-  const double elements = double(source.entries) * source.rows * p.k;
-  const double traffic = (elements * element_bytes(p.dtype) + copy.bytes) / model.bytes_per_us;
-  const double issue = elements / 32 * kNarrowLoadClocks / (model.sm_count * model.clocks_per_us);
+  const double read = double(source.entries) * source.rows * p.k * element_bytes(p.dtype);
+  const double traffic = (read + copy.bytes) / model.bytes_per_us;
+  // Rows shorter than a tile leave lanes idle that are issued all the same.
+  const double issue = double(copy.grid) * kernel.bm * kernel.bn / 32 * kNarrowLoadClocks /
+                       (model.sm_count * model.clocks_per_us);
   return model.launch_us + kCopyLatencyUs + std::max(traffic, issue);
 }
 
@@ -176,7 +179,7 @@ void Planner::consider_copies(const mp_problem& p, const PlanRequest& request, b
       if (forced) fail(MP_NO_KERNEL, "the operands are too large for a copy, or K is 0");
       return;
     }
-    us += copy_us(p, copy, operand, model_);
+    us += copy_us(p, copy, operand, pack_.kernel(copy.kernel), model_);
   }
   if (!has_copies(plan) || (!forced && us + model_.launch_us >= out->predicted_us)) return;
   const mp_problem q = copied(p, plan);

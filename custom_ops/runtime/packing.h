@@ -46,7 +46,7 @@ void check_copies(const Pack& pack, const mp_problem& problem, const mp_plan& pl
 bool is_copy(const Pack& pack, int kernel, const mp_problem& problem);
 
 // Microseconds for one copy.
-double copy_us(const mp_problem& problem, const mp_copy& copy, int operand,
+double copy_us(const mp_problem& problem, const mp_copy& copy, int operand, const mp_kernel& kernel,
                const DeviceModel& model);
 
 }  // namespace moonpoly
