@@ -88,7 +88,7 @@ class Kernel {
     fresh->workspace = workspace;
     fresh->planned = planner.planned(problem, workspace);
     if (mp_problem other = problem; weight_ && weight_->substitute(product, &other)) {
-      auto planned = planner.planned(other, workspace);
+      auto planned = planner.planned(other, workspace, true);
       fresh->repacked = planned->plan.predicted_us < fresh->planned->plan.predicted_us;
       if (fresh->repacked) fresh->planned = std::move(planned);
     }

@@ -282,8 +282,12 @@ void Planner::plan(const mp_problem& p, const PlanRequest& asked, mp_plan* out) 
   if (request.only_kernel < 0) consider_copies(p, request, copy, out);
 }
 
-std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, bool workspace) const {
-  if (auto known = memory_.find(p, workspace)) return known;
+std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, bool workspace,
+                                                bool another) const {
+  if (auto known = memory_.find(p, workspace)) {
+    if (!another) stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
+    return known;
+  }
   const auto start = std::chrono::steady_clock::now();
   auto fresh = std::make_shared<Planned>();
   fresh->problem = p;
@@ -292,7 +296,8 @@ std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, bool worksp
   request.workspace = workspace;
   plan(p, request, &fresh->plan);
   const auto elapsed = std::chrono::steady_clock::now() - start;
-  stats().add_miss(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+  const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+  another ? stats().add_miss_time(ns) : stats().add_miss(ns);
   memory_.insert(fresh);
   return fresh;
 }

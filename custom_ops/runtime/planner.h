@@ -39,7 +39,9 @@ class Planner {
 
   // The remembered plan, made on first sight. Layers of a model repeat the same problems, so that a
   // new input size costs a few searches, not one per node.
-  std::shared_ptr<const Planned> planned(const mp_problem& problem, bool workspace) const;
+  // `another`: it is a second form of a product that the statistics have counted already.
+  std::shared_ptr<const Planned> planned(const mp_problem& problem, bool workspace,
+                                         bool another = false) const;
 
   // Whether costs of this very GPU were in the pack.
   bool has_table() const { return has_table_; }

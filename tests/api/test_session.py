@@ -228,8 +228,7 @@ class TestInterpreter:
         assert session.moonpoly_backend == "interpreter"
         before = native.stats().plan_misses
         actual = result(session, x)
-        # two nodes, their weights as they are stored and repacked
-        assert native.stats().plan_misses == before + 4
+        assert native.stats().plan_misses == before + 2
         assert close(actual, expected(model, x))
 
     def test_options_serve_several_sessions_but_one_setting(self, model: Path, x) -> None:
