@@ -99,11 +99,15 @@ def informative() -> Iterator[Shape]:
         yield Shape(f"{m}x{n}x{k}", "anchor", m, n, k)
 
 
-def read_shapes(path: Path) -> Iterator[Shape]:
-    """Rows of a CSV with the columns id, class, M, N, K; those with core = 1 come first."""
+def read_shapes(path: Path, *, core: bool = False) -> Iterator[Shape]:
+    """Rows of a CSV with the columns id, class, M, N, K; those with core = 1 come first, or alone
+    with `core`.
+    """
     with path.open(newline="") as source:
         rows = sorted(csv.DictReader(source), key=lambda row: row.get("core", "1") != "1")
     for row in rows:
+        if core and row.get("core", "1") != "1":
+            continue
         yield Shape(row["id"], row["class"], int(row["M"]), int(row["N"]), int(row["K"]))
 
 

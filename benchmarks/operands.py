@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moonpoly_ort import native
+from moonpoly_ort.errors import ProblemError
 from moonpoly_ort.tuning import Shape
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -266,6 +267,36 @@ def _fields(p: Product, a: Stack, b: Stack, y: Stack, c: Stack | None) -> dict[s
         "bias": BIAS_CODES[p.bias], "bias_stride_m": bias_m, "bias_stride_n": bias_n,
         "alpha": p.alpha, "beta": p.beta if c else 0.0,
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """A product whose constant B was repacked. `pointers` are those of A, B, bias (0: none), Y."""
+
+    problem: native.Problem
+    pointers: tuple[int, int, int, int]
+    copy: torch.Tensor = field(repr=False)
+
+
+def repack(operands: Operands, pack: native.Pack, launcher: native.Launcher | None) -> Repacked:
+    """Copies B as `Pack.repacked` describes, on torch's current stream, or without a launcher on
+    the CPU. Raises ProblemError where a copy of B has no use.
+    """
+    problem, size = pack.repacked(operands.problem)
+    if size == 0:
+        raise ProblemError(f"B of {operands.product} is used as it is stored")
+    b = operands.b.view
+    copy = torch.empty((problem.n, problem.ldb), dtype=b.dtype, device=b.device)
+    if launcher is None:
+        copy.zero_()
+        copy[:, : problem.k] = b[0] if operands.product.trans_b else b[0].mT
+    else:
+        stream = torch.cuda.current_stream().cuda_stream
+        launcher.repack(
+            operands.problem, b=operands.b.pointer, packed=copy.data_ptr(), stream=stream
+        )
+    a, _, bias, y = operands.pointers
+    return Repacked(problem, (a, copy.data_ptr(), bias, y), copy)
 
 
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:

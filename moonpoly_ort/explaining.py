@@ -52,7 +52,9 @@ class NodePlan:
     `m`, `n`, `k`, `batch` are the product as it is computed (a batch may be folded into `m`, a
     product of one column is computed transposed), `launches`
     how often the regions are launched, `calls` how often the node runs with these shapes in one run
-    of the model. `why_not` is empty, or says why there is no plan: then `regions` is empty.
+    of the model. `copies` names the operands, "a" and "b", that are copied with padded rows in
+    front of the regions; `repacked` says that the plan is for a constant weight repacked at
+    creation. `why_not` is empty, or says why there is no plan: then `regions` is empty.
     """
 
     name: str
@@ -66,6 +68,8 @@ class NodePlan:
     batch: int = 0
     launches: int = 0
     regions: tuple[Region, ...] = ()
+    copies: tuple[str, ...] = ()
+    repacked: bool = False
     workspace_bytes: int = 0
     predicted_us: float = 0.0  # one call of the node
     why_not: str = ""
@@ -136,7 +140,9 @@ def _rows(plan: NodePlan) -> Iterator[tuple[Any, ...]]:
         blocks = ("", "", "")  # cuBLASLt keeps its launch to itself
         if r.kernel != VENDOR:
             blocks = (str(r.split), str(r.grid), f"{r.waves:.2f}")
-        yield *head, *size, r.kernel, *blocks, f"{r.predicted_us:.2f}"
+        how = [f"{operand} copied" for operand in plan.copies] + ["b repacked"] * plan.repacked
+        kernel = f"{r.kernel} ({', '.join(how)})" if how else r.kernel
+        yield *head, *size, kernel, *blocks, f"{r.predicted_us:.2f}"
 
 
 def explain(
@@ -179,6 +185,7 @@ def explain(
     path = packs.find_pack(device.sm, pack)
     opened = native.Pack(path if path is not None else packs.catalog(device.sm))
     plans: list[NodePlan] = []
+    weights = {tensor.name for tensor in marked.graph.initializer}
     measured = False
     for index, original in enumerate(nodes):
         name = original.name or original.output[0]
@@ -193,7 +200,7 @@ def explain(
             plans.append(replace(base, why_not=sizes.why[index]))
         for inputs, calls in sizes.found.get(index, {}).items():
             at_shapes = replace(base, inputs=inputs, calls=calls)
-            plan, was_measured = _plan(at_shapes, original, precision, opened, device)
+            plan, was_measured = _plan(at_shapes, original, precision, opened, device, weights)
             plans.append(plan)
             measured |= was_measured
     return Explanation(
@@ -230,8 +237,9 @@ def _device(gpu: str | None) -> native.Device:
 
 
 def _plan(
-    base: NodePlan, node: onnx.NodeProto, precision: str, pack: native.Pack, device: native.Device
-) -> tuple[NodePlan, bool]:
+    base: NodePlan, node: onnx.NodeProto, precision: str, pack: native.Pack, device: native.Device,
+    weights: set[str],
+) -> tuple[NodePlan, bool]:  # fmt: skip
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     a, b, *rest = base.inputs
     if a is None or b is None:
@@ -253,6 +261,14 @@ def _plan(
                 beta=attributes.get("beta", 1.0),
             )
         plan = pack.plan(device, problem)
+        repacked = False
+        # As a session does: a constant matrix, unless the product was turned round.
+        if node.input[1] in weights and len(b) == 2 and b[1 - _turned(attributes)] > 1:
+            packed, size = pack.repacked(problem)
+            if size:
+                other = pack.plan(device, packed)
+                repacked = other.predicted_us < plan.predicted_us
+                plan = other if repacked else plan
     except (ProblemError, KernelMissingError) as error:
         return replace(base, why_not=str(error)), False
     explained = replace(
@@ -263,11 +279,17 @@ def _plan(
         batch=problem.batch,
         launches=launches,
         regions=tuple(_region(region, pack, device) for region in plan.regions),
+        copies=tuple(operand for operand, _ in plan.copies),
+        repacked=repacked,
         workspace_bytes=plan.workspace_bytes,
         predicted_us=plan.predicted_us * launches,
         why_not="" if plan.regions else "the product is empty: nothing is launched",
     )
     return explained, plan.measured
+
+
+def _turned(attributes: dict[str, Any]) -> int:
+    return int(bool(attributes.get("transB", 0)))
 
 
 def _region(region: native.Region, pack: native.Pack, device: native.Device) -> Region:

@@ -8,9 +8,11 @@ after another, and shared-memory pipelining is not simulated.
 
 from __future__ import annotations
 
+import copy as copy_module
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,11 @@ import numpy as np
 from .custom_ops.kernels import loading, pack_format
 from .custom_ops.kernels.pack_format import Param
 from .custom_ops.kernels.signature import PARAMETERS
-from .custom_ops.kernels.spec import Dtype, Family, KernelSpec, interpreted, name
+from .custom_ops.kernels.spec import Dtype, KernelSpec, interpreted, name
 from .errors import MissingDependencyError, MoonPolyError
 
 if TYPE_CHECKING:
-    from .native import Pack, Plan, Problem, Region
+    from .native import Copy, Pack, Plan, Problem, Region
 
 __all__ = ["install", "run", "run_plan"]
 
@@ -100,17 +102,82 @@ def run_plan(
         MissingDependencyError: Triton or torch is not installed.
         MoonPolyError: a kernel fails in the interpreter.
     """
-    _torch()
-    with loading.TRITON:
+    torch = _torch()
+    copies = []  # kept alive until the regions have run
+    with loading.TRITON, np.errstate(all="ignore"):  # NaN and Inf are data here
+        for operand, copy in plan.copies:
+            with _naming(specs[copy.kernel]):
+                # As NaN first: padding that is not written would show.
+                element = torch.float32 if specs[copy.kernel].dtype is Dtype.F32 else torch.float16
+                elements = copy.bytes // specs[copy.kernel].dtype.bytes
+                copies.append(_scratch(elements, float("nan"), element))
+                source = a if operand == "a" else b
+                _run_copy(specs[copy.kernel], problem, operand, copy, source, copies[-1])
+            problem = _substituted(problem, operand, copy)
+            if operand == "a":
+                a = copies[-1].data_ptr()
+            else:
+                b = copies[-1].data_ptr()
         for region in plan.regions:
-            spec = specs[region.kernel]
-            try:
-                with np.errstate(all="ignore"):  # NaN and Inf are data here
-                    _run_region(spec, problem, region, a, b, bias, y)
-            except Exception as error:
-                raise MoonPolyError(
-                    f"kernel {name(spec)} failed in Triton's interpreter: {error}"
-                ) from error
+            with _naming(specs[region.kernel]):
+                _run_region(specs[region.kernel], problem, region, a, b, bias, y)
+
+
+@contextmanager
+def _naming(spec: KernelSpec) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise MoonPolyError(
+            f"kernel {name(spec)} failed in Triton's interpreter: {error}"
+        ) from error
+
+
+def _entries(p: Problem, operand: str) -> int:
+    div, mod = (p.a_div, p.a_mod) if operand == "a" else (p.b_div, p.b_mod)
+    return int(min(mod, -(-p.batch // div)))
+
+
+def _run_copy(
+    spec: KernelSpec, p: Problem, operand: str, copy: Copy, source: int, target: Any
+) -> None:
+    """Copies A or B to `target`, its rows along K and padded."""
+    entries = _entries(p, operand)
+    if operand == "a":
+        rows, pitch, stride = p.m, p.lda, p.a_batch_stride
+    else:
+        rows, pitch, stride = p.n, p.ldb, p.b_batch_stride
+    stored = (p.k, rows) if copy.transposed else (rows, p.k)
+    integer = _torch().int32 if spec.dtype is Dtype.F32 else _torch().int16
+    values: dict[Param, Any] = {
+        Param.PTR_A: _Matrices(source, spec.dtype, entries, *stored, pitch, stride).storage.view(
+            integer
+        ),
+        Param.PTR_Y: target.view(integer),
+        Param.M: rows, Param.N: copy.pitch, Param.K: p.k,
+        Param.LDA: pitch, Param.LDC: copy.pitch,
+        Param.A_BATCH: stride, Param.C_BATCH: copy.batch_stride,
+    }  # fmt: skip
+    function = loading.kernel(spec.source, interpret=True)
+    function[(copy.grid,)](
+        *(values[param] for param in PARAMETERS[spec.source].values()),
+        **loading.constants(spec),
+    )
+
+
+def _substituted(problem: Problem, operand: str, copy: Copy) -> Problem:
+    """The problem that regions see behind a copy of A or B."""
+    out = copy_module.copy(problem)
+    if operand == "a":
+        out.trans_a, out.lda, out.a_batch_stride, out.align_a = 0, copy.pitch, copy.batch_stride, 16
+    else:
+        out.trans_b, out.ldb, out.b_batch_stride, out.align_b = 1, copy.pitch, copy.batch_stride, 16
+    return out
+
+
+def _padded(columns: int, align: int, e: int) -> int:
+    """What a tensor map spans of a row: zeros up to the next 16 bytes belong to an aligned one."""
+    return -(-columns * e // 16) * 16 // e if align == 16 else columns
 
 
 def _run_region(
@@ -123,10 +190,11 @@ def _run_region(
         spec = stand_in
         split, grid = 1, r.z * -(-r.m // spec.bm) * -(-r.n // spec.bn)
     e = spec.dtype.bytes
-    a_entries = min(p.a_mod, -(-p.batch // p.a_div))
-    b_entries = min(p.b_mod, -(-p.batch // p.b_div))
+    a_entries, b_entries = _entries(p, "a"), _entries(p, "b")
     a_shape = (p.k, r.m) if p.trans_a else (r.m, p.k)
     b_shape = (r.n, p.k) if p.trans_b else (p.k, r.n)
+    a_shape = a_shape[0], _padded(a_shape[1], p.align_a, e)
+    b_shape = b_shape[0], _padded(b_shape[1], p.align_b, e)
     a_start = r.m0 if p.trans_a else r.m0 * p.lda
     b_start = r.n0 * p.ldb if p.trans_b else r.n0
     operands = {
@@ -160,10 +228,9 @@ def _run_region(
         Param.ORDER: 0,  # one launch after the other here
         Param.ALPHA: p.alpha, Param.BETA: p.beta if bias_count else 0.0,
     }  # fmt: skip
-    if spec.family is Family.GEMM_TMA:
-        values[Param.DESC_A] = operands["a"].descriptor(*a_box)
-        values[Param.DESC_B] = operands["b"].descriptor(*b_box)
-        values[Param.DESC_Y] = operands["y"].descriptor(spec.bm, spec.bn)
+    boxes = {"A": a_box, "B": b_box, "Y": (spec.bm, spec.bn)}
+    for operand in spec.family.maps:
+        values[Param[f"DESC_{operand}"]] = operands[operand.lower()].descriptor(*boxes[operand])
     function = loading.kernel(spec.source, interpret=True)
     function[(grid,)](
         *(values[param] for param in PARAMETERS[spec.source].values()),
@@ -174,7 +241,8 @@ def _run_region(
 def run(pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
     """`run_plan` for a plan made from an open pack or catalog."""
     records = pack.kernels
-    used = {r.kernel: records[r.kernel] for r in plan.regions}
+    launches = [*plan.regions, *(copy for _, copy in plan.copies)]
+    used = {launch.kernel: records[launch.kernel] for launch in launches}
     specs = {i: pack_format.decode_spec(partial(getattr, record)) for i, record in used.items()}
     run_plan(specs, problem, plan, a, b, bias, y)
 

@@ -30,6 +30,7 @@ from .native_structs import (
     STRUCTS,
     VENDOR,
     Bias,
+    Copy,
     Cost,
     DescShape,
     Device,
@@ -54,6 +55,7 @@ __all__ = [
     "STRUCTS",
     "VENDOR",
     "Bias",
+    "Copy",
     "Cost",
     "DescShape",
     "Device",
@@ -152,6 +154,11 @@ def _library() -> ctypes.CDLL:
         "mp_launcher_create": (c_int32, [c_void_p, c_int32, pointer(c_void_p)]),
         "mp_launcher_destroy": (None, [c_void_p]),
         "mp_launch": (c_int32, [c_void_p, pointer(Problem), pointer(Plan), *[c_void_p] * 7]),
+        "mp_repacked_problem": (
+            c_int32,
+            [c_void_p, pointer(Problem), pointer(Problem), pointer(c_int64)],
+        ),
+        "mp_repack": (c_int32, [c_void_p, pointer(Problem), *[c_void_p] * 3]),
         "mp_set_interpreter": (None, [_InterpretFn]),
         "mp_get_stats": (None, [pointer(Stats)]),
         "mp_matmul_problem": (
@@ -266,6 +273,20 @@ class Pack(_Owner):
         )  # fmt: skip
         return plan
 
+    def repacked(self, problem: Problem) -> tuple[Problem, int]:
+        """The problem for a copy of a constant B that suits the kernels better, and the copy's
+        bytes; the problem itself and 0 where none does. Their plans say which is faster.
+
+        Raises ProblemError for an illegal problem.
+        """
+        packed, size = Problem(), c_int64()
+        _check(
+            _library().mp_repacked_problem(
+                self.handle, ctypes.byref(problem), ctypes.byref(packed), ctypes.byref(size)
+            )
+        )
+        return packed, size.value
+
     def _release(self) -> None:
         _library().mp_pack_close(self._handle)
 
@@ -305,6 +326,12 @@ class Launcher(_Owner):
                 counters, stream,
             )
         )  # fmt: skip
+
+    def repack(self, problem: Problem, *, b: int, packed: int, stream: int | None = None) -> None:
+        """Enqueues the copy of B that `Pack.repacked` describes, to the 16-byte aligned address
+        `packed`. Raises ProblemError where it says 0 bytes.
+        """
+        _check(_library().mp_repack(self._handle, ctypes.byref(problem), b, packed, stream))
 
     def _release(self) -> None:
         _library().mp_launcher_destroy(self._handle)

@@ -39,6 +39,8 @@ class Family(IntEnum):
     GEMM_TMA = 0
     GEMM_POINTER = 1
     GEMM_WS = 2
+    GEMM_TMA_MASKED = 8
+    COPY_PADDED = 9
 
 
 class PlanFlag(IntFlag):
@@ -120,6 +122,18 @@ class Region(_Struct):
     ]
 
 
+class Copy(_Struct):
+    """`mp_copy`: an operand copied to the workspace first, its rows along K and padded with zeros
+    to whole units of 16 bytes. 0 bytes: no copy.
+    """
+
+    _fields_ = [
+        ("kernel", c_int32),
+        ("transposed", c_int32),
+        *((name, c_int64) for name in ("offset", "bytes", "pitch", "batch_stride", "grid")),
+    ]
+
+
 class Plan(_Struct):
     """`mp_plan`: the regions that cover a problem, and the workspace they need."""
 
@@ -130,6 +144,7 @@ class Plan(_Struct):
         ("counters", c_int64),
         ("predicted_us", c_double),
         ("_regions", Region * MAX_REGIONS),
+        ("_copies", Copy * 2),
     ]
 
     @property
@@ -140,6 +155,11 @@ class Plan(_Struct):
     @property
     def regions(self) -> list[Region]:
         return list(self._regions[: self.region_count])
+
+    @property
+    def copies(self) -> list[tuple[str, Copy]]:
+        """The operands, "a" and "b", that are copied first."""
+        return [(x, copy) for x, copy in zip("ab", self._copies, strict=True) if copy.bytes]
 
 
 class DescShape(_Struct):
@@ -256,6 +276,7 @@ STRUCTS: dict[str, type[_Struct]] = {
     "mp_problem": Problem,
     "mp_device": Device,
     "mp_region": Region,
+    "mp_copy": Copy,
     "mp_plan": Plan,
     "mp_desc_shape": DescShape,
     "mp_kernel": KernelRecord,

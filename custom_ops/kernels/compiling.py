@@ -42,6 +42,8 @@ SOURCES = {
     "gemm_tma": ("tiles.py", "gemm_tma.py"),
     "gemm_pointer": ("tiles.py", "gemm_pointer.py"),
     "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+    "gemm_tma_masked": ("tiles.py", "gemm_tma.py", "gemm_tma_masked.py"),
+    "copy_padded": ("tiles.py", "copy_padded.py"),
     "gemm_ws_x3": ("gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py"),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
@@ -90,6 +92,8 @@ def content_key(sm: int, triton: str, *, trial: bool = False) -> str:
 
 def _signature(spec: KernelSpec) -> dict[str, str]:
     element = ELEMENT[spec.dtype]
+    if spec.family is Family.COPY_PADDED:  # whatever the bits mean
+        element = f"i{8 * spec.dtype.bytes}"
     y_box = spec.y_box
     # Of what passes through the left side of the tensor core, a consumer of gemm_ws loads its own.
     swapped = spec.persistent and spec.swap
@@ -146,10 +150,12 @@ def _options(spec: KernelSpec) -> dict[str, Any]:
 
 def _divisors(spec: KernelSpec) -> dict[str, int]:
     """What the compiler may assume of the run-time arguments: it decides how wide the loads are."""
+    e = spec.dtype.bytes
+    if spec.family is Family.COPY_PADDED:
+        return {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     divisors = {"workspace": 16}
     if spec.family.tensor_maps:
         return divisors
-    e = spec.dtype.bytes
     for pointer, pitch, batch, length, align in (
         ("a", "lda", "a_batch", "M" if spec.trans_a else "K", spec.align_a),
         ("b", "ldb", "b_batch", "K" if spec.trans_b else "N", spec.align_b),

@@ -9,7 +9,16 @@ loads wide. K tails are masked in both operands: 0 * NaN would leak.
 import triton
 import triton.language as tl
 
-from .tiles import epilogue, has_nan, locate, multiply, slice_of, sum_slices
+from .tiles import (
+    IN_ORDER,
+    await_previous_kernel,
+    epilogue,
+    has_nan,
+    locate,
+    multiply,
+    slice_of,
+    sum_slices,
+)
 
 
 @triton.jit
@@ -18,8 +27,11 @@ def sum_of_products(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SWAP: tl.constexpr,
     PRECISION: tl.constexpr, ROUND: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """The tile of rows `offs_m` and columns `offs_n` over the K steps [first, last)."""
+    """The tile of rows `offs_m` and columns `offs_n` over the K steps [first, last). With
+    DEPENDENT_LAUNCH it first waits for the kernel in front of this one.
+    """
     offs_k = tl.arange(0, BK)
     k = first * BK
     # Row offsets are 64-bit: M * lda may exceed 2^31. `*_in` is the mask of the dimension that is
@@ -40,9 +52,13 @@ def sum_of_products(
         b_tile = b + (k + offs_k).to(tl.int64)[:, None] * ldb + offs_n[None, :]
         b_step = BK * ldb
         b_in = (offs_n < N)[None, :]
+
+    await_previous_kernel(first, IN_ORDER, DEPENDENT_LAUNCH, LATE=True)
     acc = tl.full((BN, BM) if SWAP else (BM, BN), 0.0, tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):
-        k_in = offs_k < K - step * BK
+    # At least one step, all masked where there is none: without a branch around the loop the
+    # compiler leaves the addresses where they are.
+    for step in tl.range(0, tl.maximum(last - first, 1), num_stages=STAGES):
+        k_in = offs_k < K - (first + step) * BK
         a_values = tl.load(a_tile, mask=k_in[None, :] & a_in, other=0.0)
         b_values = tl.load(b_tile, mask=k_in[:, None] & b_in, other=0.0)
         acc = multiply(a_values, b_values, acc, SWAP, PRECISION, ROUND)
@@ -58,6 +74,7 @@ def gemm_pointer(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
@@ -72,13 +89,13 @@ def gemm_pointer(
     COLS: tl.constexpr = BM if SWAP else BN
     acc = sum_of_products(
         a, b, offs_m, offs_n, M, N, K, first, last, lda, ldb, BM, BN, BK, TRANS_A, TRANS_B, SWAP,
-        PRECISION, ROUND, None,
+        PRECISION, ROUND, None, DEPENDENT_LAUNCH,
     )  # fmt: skip
     if PRECISION == "tf32x3":  # noqa: SIM102 - decided while compiling, the next one on the GPU
         if has_nan(acc):  # where Inf or NaN takes part, one product tells what becomes of it
             once = sum_of_products(
                 a, b, offs_m, offs_n, M, N, K, first, last, lda, ldb, BM, BN, BK,
-                TRANS_A, TRANS_B, SWAP, "tf32", "nan", 1,
+                TRANS_A, TRANS_B, SWAP, "tf32", "nan", 1, False,
             )  # fmt: skip
             acc = tl.where(acc != acc, once, acc)
 

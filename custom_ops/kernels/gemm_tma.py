@@ -53,15 +53,15 @@ def gemm_tma(
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    await_previous_kernel(order, DEPENDENT_LAUNCH)
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
     a_z = z // a_div % a_mod
     b_z = z // b_div % b_mod
+    first, last = slice_of(K, part, split, BK, SPLIT_K)
+    await_previous_kernel(m | n | first | a_z | b_z, order, DEPENDENT_LAUNCH)
 
     ROWS: tl.constexpr = BN if SWAP else BM
     COLS: tl.constexpr = BM if SWAP else BN
-    first, last = slice_of(K, part, split, BK, SPLIT_K)
     acc = sum_of_products(
         a_desc, b_desc, a_z, b_z, m, n, first, last, BM, BN, BK, TRANS_A, TRANS_B, SWAP,
         PRECISION, ROUND, None,

@@ -49,6 +49,9 @@ def constants(
     spec: KernelSpec, *, rounded: str = "none", dependent_launch: bool = False
 ) -> dict[str, Any]:
     """The compile-time arguments of a kernel; `rounded` names the TF32 factors it rounds itself."""
+    early = {"DEPENDENT_LAUNCH": dependent_launch}
+    if spec.family is Family.COPY_PADDED:
+        return {"BM": spec.bm, "BN": spec.bn, "TRANS_A": spec.trans_a, **early}
     common: dict[str, Any] = {
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
         "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
@@ -62,6 +65,4 @@ def constants(
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
         "PRECISION": "tf32x3" if spec.tf32x3 else str(spec.precision), "ROUND": rounded,
     }  # fmt: skip
-    if spec.family is Family.GEMM_TMA:
-        common["DEPENDENT_LAUNCH"] = dependent_launch
-    return common
+    return common | early

@@ -48,7 +48,10 @@ class Param(IntEnum):
     ORDER = 31
 
 
-FAMILY_CODE = {Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1, Family.GEMM_WS: 2}
+FAMILY_CODE = {
+    Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1, Family.GEMM_WS: 2, Family.GEMM_TMA_MASKED: 8,
+    Family.COPY_PADDED: 9,
+}  # fmt: skip
 DTYPE_CODE = {Dtype.F16: 0, Dtype.BF16: 1, Dtype.F32: 2}
 PRECISION_CODE = {Precision.TF32: 0, Precision.IEEE: 1}
 
@@ -423,10 +426,8 @@ def read_pack(path: str | os.PathLike[str]) -> Pack:
                 ),
                 descriptors=tuple(
                     Descriptor(tuple(int(b) for b in d["box"]), int(d["swizzle"]))  # type: ignore[arg-type]
-                    for d in row["desc"]
-                )
-                if spec.family.tensor_maps
-                else (),
+                    for d in row["desc"][: len(spec.family.maps)]
+                ),
                 dependent_launch=bool(row["dependent_launch"]),
             )
         )

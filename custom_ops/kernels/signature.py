@@ -36,6 +36,14 @@ PARAMETERS: dict[str, dict[str, Param]] = {
     "gemm_tma": {**_DESCRIPTORS, **_COMMON, "order": Param.ORDER, **_EPILOGUE},
     "gemm_pointer": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
     "gemm_ws": {**_DESCRIPTORS, **_PERSISTENT, **_EPILOGUE},
+    "gemm_tma_masked": {
+        "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y": Param.PTR_Y, **_COMMON,
+        "order": Param.ORDER, "ldc": Param.LDC, "c_batch": Param.C_BATCH, **_EPILOGUE,
+    },
+    "copy_padded": {
+        "a": Param.PTR_A, "y": Param.PTR_Y, "M": Param.M, "N": Param.N, "K": Param.K,
+        "lda": Param.LDA, "ldc": Param.LDC, "a_batch": Param.A_BATCH, "c_batch": Param.C_BATCH,
+    },
     "gemm_ws_x3": {
         **_DESCRIPTORS, **_OPERANDS, **_PERSISTENT, **_OPERAND_PITCHES, **_EPILOGUE,
     },

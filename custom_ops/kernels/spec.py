@@ -15,11 +15,20 @@ class Family(StrEnum):
     GEMM_TMA = "gemm_tma"
     GEMM_POINTER = "gemm_pointer"
     GEMM_WS = "gemm_ws"
+    GEMM_TMA_MASKED = "gemm_tma_masked"
+    COPY_PADDED = "copy_padded"
 
     @property
     def tensor_maps(self) -> bool:
-        """Whether operands and result go through TMA tensor maps."""
-        return self is not Family.GEMM_POINTER
+        """Whether operands come through TMA tensor maps."""
+        return self in (Family.GEMM_TMA, Family.GEMM_WS, Family.GEMM_TMA_MASKED)
+
+    @property
+    def maps(self) -> str:
+        """Which of A, B and Y have a tensor map."""
+        if self is Family.GEMM_TMA_MASKED:
+            return "AB"
+        return "ABY" if self.tensor_maps else ""
 
 
 class Dtype(StrEnum):
@@ -150,8 +159,11 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
     if spec.family.tensor_maps:
         if sm < 90:
             return f"tensor maps need sm_90, not sm_{sm}"
-        if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
+        mapped = zip("ABY", (spec.align_a, spec.align_b, spec.align_c), strict=True)
+        if any(align != 16 for operand, align in mapped if operand in spec.family.maps):
             return "tensor maps need rows aligned to 16 bytes"
+    if spec.family is Family.COPY_PADDED and spec.trans_a == spec.trans_b:
+        return "copies are for NT operands as they are, or for TN operands, transposed"
     most = 64 if spec.tf32x3 else 128  # with split factors, a step has sums of its own
     if spec.bm * spec.bn > most * 32 * spec.multiplying_warps:
         return (
@@ -198,9 +210,10 @@ def is_launched_early(spec: KernelSpec, sm: int) -> bool:
 
     Its blocks then fill what the other's leave free. Deep pipelines, a block or two to an SM, gain
     5% from that; where many blocks fit an SM they end up on a few of them: pointer kernels took up
-    to 2.5 times as long on an H200.
+    to 2.5 times as long on an H200. Those are launched early only with at most a block for each SM
+    (`launcher.cc`).
     """
-    return sm == 90 and spec.family is Family.GEMM_TMA
+    return sm == 90 and spec.family is not Family.GEMM_WS
 
 
 def accepts(
@@ -213,7 +226,8 @@ def accepts(
     A tensor map cannot describe a matrix without elements, so K = 0 is left to the pointer family.
     """
     return (
-        spec.dtype is dtype
+        spec.family is not Family.COPY_PADDED
+        and spec.dtype is dtype
         and spec.precision is precision
         and (spec.trans_a, spec.trans_b) == (trans_a, trans_b)
         and spec.bias_matrix >= bias_matrix
@@ -229,6 +243,8 @@ def is_wide(spec: KernelSpec, sm: int) -> bool:
     and not on mma.sync or the scalar units, which read registers.
     """
     rows = spec.bn if spec.swap else spec.bm
+    if spec.family is Family.COPY_PADDED:
+        return False
     scalar = spec.precision is Precision.IEEE and not spec.tf32x3
     return sm in (90, 100) and not scalar and rows >= 64 and spec.warps >= 4
 
@@ -263,6 +279,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     e = spec.dtype.bytes
     if spec.family is Family.GEMM_WS:
         return _resources_ws(spec)
+    if spec.family is Family.COPY_PADDED:
+        return _resources_copy(spec)
     wide = is_wide(spec, sm)
     left = (
         (spec.align_b, spec.bk * spec.bn * e)
@@ -283,16 +301,16 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         (right, right_is_k_major(spec), False),
     ):
         if not _is_async(align):
-            loop += tile * (2 if sm == 100 else 1)
+            loop += tile * (2 if sm == 100 and wide else 1)
             continue
         # Factors that are split leave their buffers for registers.
         buffers = spec.stages if wide and not spec.tf32x3 else max(spec.stages - 1, 1)
         if wide and spec.dtype is Dtype.F32 and not k_major and not spec.tf32x3:
             # The left factor leaves its buffer for registers early, the right one for a copy.
-            copied = sm == 100 and spec.family is Family.GEMM_TMA
+            copied = sm == 100 and spec.family.tensor_maps
             buffers += -1 if is_left else 2 * copied
         loop += tile * buffers
-        if spec.family is Family.GEMM_TMA:
+        if spec.family.tensor_maps:
             loop += 8 * buffers  # barriers
     stored = spec.bm * spec.bn * (4 if spec.split_k and wide else e)
     if spec.dtype is Dtype.F32 and spec.family is Family.GEMM_POINTER and not wide:
@@ -310,6 +328,11 @@ def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
         ring += 8 * right  # moves rows and columns between layouts
     registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     return ring + stores + 80 * spec.consumers + 90, registers
+
+
+def _resources_copy(spec: KernelSpec) -> tuple[int, int]:
+    # A transposed tile turns in shared memory.
+    return (spec.bm * spec.bn * spec.dtype.bytes if spec.trans_a else 0), 64
 
 
 def ws_register_limit(spec: KernelSpec) -> int | None:
@@ -331,7 +354,7 @@ def _estimated_registers(spec: KernelSpec, sm: int) -> int:
         return min(255, 2 * sums + 2 * left + 28 + (addresses if by_pointer else 0))
     if spec.precision is Precision.IEEE:
         return 2 * sums + 48  # as many again for the factors
-    if spec.family is Family.GEMM_TMA:
+    if spec.family.tensor_maps:
         return sums + (80 if sm == 100 else 32)
     loads = (spec.bm + spec.bn) * spec.bk * spec.dtype.bytes // threads
     addresses = loads // min(spec.align_a, spec.align_b)
@@ -436,6 +459,13 @@ UNALIGNED = (
     Tile(64, 64, 32, 4, 3, "sft"),
     Tile(16, 128, 32, 4, 3, "sft"),
 )
+# One K step or few, latency alone: two to twenty loads a thread, all under way at once.
+TINY = (
+    Tile(16, 64, 16, 4, 4, ""),
+    Tile(64, 16, 16, 4, 4, ""),
+    Tile(16, 32, 64, 4, 4, "f"),
+    Tile(64, 16, 64, 4, 4, "f"),
+)
 WIDE_UNALIGNED = (*UNALIGNED[:2], Tile(16, 128, 32, 4, 3, "sft", swap=True))
 # fp32 on the scalar units. The sizes are again those of 2-byte elements.
 IEEE = (
@@ -464,6 +494,20 @@ NARROW_SPLIT = (
     Tile(64, 64, 32, 4, 2, "sft"),
     Tile(16, 64, 64, 4, 2, "sft"),
 )
+# Rows of Y of fewer than 16 aligned bytes, the operands padded (`copy_padded`): layout NT only.
+MASKED = (
+    Tile(128, 256, 64, 8, 1, "f"),
+    Tile(128, 128, 64, 8, 1, "sf"),
+    Tile(64, 128, 64, 4, 2, "sf"),
+    Tile(64, 64, 64, 4, 3, "sf"),
+    # Narrow N: what the slices of a long K leave to be summed stays small.
+    Tile(64, 16, 128, 4, 3, "sf"),
+    Tile(16, 16, 256, 2, 2, "sf"),
+    Tile(16, 64, 128, 4, 2, "sf", swap=True),
+    Tile(16, 128, 128, 4, 1, "sf", swap=True),
+)
+# Copies: a tile is read and written at once, 32 elements a thread.
+COPIES = {False: Tile(32, 128, 32, 4, 8, "f"), True: Tile(64, 64, 32, 4, 8, "ft")}
 # A full matrix C is read through registers at the end, beside the accumulators.
 MATRIX_BIAS = (Tile(128, 128, 64, 8, 1, ""), Tile(64, 64, 64, 4, 2, "ft"))
 
@@ -492,6 +536,8 @@ def _classes(layout: Layout, element: int) -> list[tuple[int, int, int]]:
 
 def _stages(spec: KernelSpec, sm: int, per_sm: int) -> int:
     """The deepest pipeline that lets `per_sm` blocks share an SM's memory, or at least 2."""
+    if spec.family is Family.COPY_PADDED:
+        return 1  # no loop
     if not _is_async(max(spec.align_a, spec.align_b)):
         return 2  # nothing to pipeline
     budget = SHARED_LIMIT[sm]
@@ -548,7 +594,15 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
         least = _aligned(pointer, dtype.bytes, dtype.bytes, dtype.bytes)
         for align_a, align_b, align_c in _classes(layout, dtype.bytes):
             out += _expand(unaligned_tiles, _aligned(pointer, align_a, align_b, align_c), sm)
+        out += _expand(TINY, least, sm)
         out += _expand(MATRIX_BIAS[1:], replace(least, bias_matrix=True), sm)
+
+        if layout == NT and family is Family.GEMM_TMA:
+            like = replace(aligned, family=Family.GEMM_TMA_MASKED, align_c=dtype.bytes)
+            out += _expand(MASKED, like, sm)
+        if layout in (NT, TN):
+            copy, tile = replace(least, family=Family.COPY_PADDED), COPIES[layout.trans_a]
+            out += _expand((tile,), copy, sm)
 
         if dtype is Dtype.F32:
             out += _ieee(aligned, sm)

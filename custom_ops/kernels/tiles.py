@@ -9,7 +9,7 @@ only, compiled, so none is used.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 # The interpreter multiplies the bit patterns of bf16, not their values; widening first is exact.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -22,22 +22,38 @@ JOINS_PREVIOUS = tl.constexpr(2)
 
 
 @triton.jit
-def await_previous_kernel(order, DEPENDENT_LAUNCH: tl.constexpr):
+def await_previous_kernel(
+    ready, order, DEPENDENT_LAUNCH: tl.constexpr, LATE: tl.constexpr = False
+):
     """Programmatic dependent launch (sm_90 and up): the next kernel of the stream may be placed on
     the SMs as soon as all blocks of this one run, and each waits here, before it touches memory,
     until the kernel in front of it is complete. That hides about 1 us of launch latency a kernel.
 
+    `ready`, an i32 that is not negative, is worked out first: where a block works, some 300
+    instructions of a small kernel. The wait depends on it, since ptxas would move it in front.
+
+    LATE: the next kernel is let in only when this one starts its work, so that no more than one
+    kernel waits beside the one that runs, and the SMs do not fill up with blocks that wait.
+
     Two kernels that write disjoint parts of one result run side by side where the second one
-    (JOINS_PREVIOUS) does not wait here. It then relies on the first one for what came before: that
-    one (LETS_NEXT_JOIN) lets it start only after its own wait, when all of that is complete.
+    (`order` JOINS_PREVIOUS) does not wait here. It then relies on the first one for what came
+    before: that one (LETS_NEXT_JOIN) lets it start only after its own wait, when all of that is
+    complete.
     """
     if DEPENDENT_LAUNCH:
-        if order != LETS_NEXT_JOIN:
-            gdc_launch_dependents()
+        if not LATE:  # noqa: SIM102 - decided by the compiler, the next one at run time
+            if order != LETS_NEXT_JOIN:
+                gdc_launch_dependents()
         if order != JOINS_PREVIOUS:
-            gdc_wait()
-        if order == LETS_NEXT_JOIN:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p griddepcontrol.wait; mov.b32 $0, 0; }",
+                "=r,r", [ready], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        if LATE:
             gdc_launch_dependents()
+        else:  # noqa: SIM102 - as above
+            if order == LETS_NEXT_JOIN:
+                gdc_launch_dependents()
 
 
 @triton.jit

@@ -8,6 +8,7 @@
 #include "launcher.h"
 #include "moonpoly.h"
 #include "pack.h"
+#include "packing.h"
 #include "planner.h"
 #include "shape.h"
 #include "stats.h"
@@ -61,8 +62,10 @@ moonpoly::Shape shape_of(int32_t rank, const int64_t* dims) {
 }
 
 // A plan may come from outside: check that the launcher cannot be led astray by it.
-void check_plan(const moonpoly::Pack& pack, const mp_problem& problem, const mp_plan& plan) {
-  moonpoly::check_problem(problem);
+void check_plan(const moonpoly::Pack& pack, const mp_problem& given, const mp_plan& plan) {
+  moonpoly::check_problem(given);
+  moonpoly::check_copies(pack, given, plan);
+  const mp_problem problem = moonpoly::copied(given, plan);
   if (plan.region_count < 0 || plan.region_count > MP_MAX_REGIONS) {
     moonpoly::fail(MP_INVALID, "a plan has 0 to ", MP_MAX_REGIONS, " regions, not ",
                    plan.region_count);
@@ -104,6 +107,7 @@ MP_EXPORT int32_t mp_struct_size(const char* name) {
   MP_SIZE(mp_problem);
   MP_SIZE(mp_device);
   MP_SIZE(mp_region);
+  MP_SIZE(mp_copy);
   MP_SIZE(mp_plan);
   MP_SIZE(mp_desc_shape);
   MP_SIZE(mp_kernel);
@@ -219,6 +223,45 @@ MP_EXPORT mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, 
     device.load(problem->dtype, problem->dtype == MP_F32 ? problem->precision : MP_TF32);
     device.launch(*problem, *plan, {a, b, problem->bias ? bias : nullptr, y}, workspace, counters,
                   static_cast<moonpoly::CUstream>(stream), nullptr);
+  });
+}
+
+MP_EXPORT mp_status mp_repacked_problem(const mp_pack* pack, const mp_problem* problem,
+                                        mp_problem* out, int64_t* bytes) {
+  return guarded([&] {
+    require(pack, "pack");
+    require(problem, "problem");
+    require(out, "out");
+    require(bytes, "bytes");
+    moonpoly::check_problem(*problem);
+    const mp_copy copy = moonpoly::repacked(*pack->pack, *problem);
+    *out = *problem;
+    *bytes = copy.bytes;
+    moonpoly::substitute(copy, 1, out);
+  });
+}
+
+MP_EXPORT mp_status mp_repack(mp_launcher* launcher, const mp_problem* problem, const void* b,
+                              void* packed, void* stream) {
+  return guarded([&] {
+    require(launcher, "launcher");
+    require(problem, "problem");
+    require(b, "b");
+    require(packed, "packed");
+    moonpoly::check_problem(*problem);
+    moonpoly::Launcher& device = *launcher->launcher;
+    const mp_copy copy = moonpoly::repacked(device.pack(), *problem);
+    if (copy.bytes == 0) {
+      moonpoly::fail(MP_INVALID,
+                     "B of this problem is used as it is stored; mp_repacked_problem "
+                     "says 0 bytes");
+    }
+    if (reinterpret_cast<uintptr_t>(packed) % 16) {
+      moonpoly::fail(MP_INVALID, "the copy at ", packed, " is not 16-byte aligned");
+    }
+    moonpoly::CurrentContext current(device.context());
+    device.load(problem->dtype, problem->dtype == MP_F32 ? problem->precision : MP_TF32);
+    device.copy(*problem, copy, 1, b, packed, static_cast<moonpoly::CUstream>(stream));
   });
 }
 

@@ -182,6 +182,9 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
                               : kBlockClocks + kWarpgroupClocks * multiplying_warps(k) / 4 +
                                     bytes / kStoreBytesPerClock;
   if (k.bias_matrix) fixed += kMatrixBiasClocks;
+  if (k.family == MP_GEMM_TMA_MASKED) {  // an element a lane and store
+    fixed += double(k.bm) * k.bn / 32 * kNarrowLoadClocks;
+  }
   if (k.split_k) fixed += slice_clocks(k);
   const double l2 = model.l2_bytes_per_clock, clocks = model.clocks_per_us;
   cost.fixed_us = fixed / clocks;
@@ -189,7 +192,8 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
   cost.single_step_us = step_clocks(k, model, 1, l2 * kLoneL2Share) / clocks;
   cost.arrive_us = kArriveClocks / clocks;
   cost.slice_us = slice_clocks(k) / clocks;
-  cost.early = k.dependent_launch != 0;
+  cost.early = k.dependent_launch && k.family != MP_GEMM_POINTER;
+  cost.early_if_few = k.dependent_launch && k.family == MP_GEMM_POINTER;
   if (k.persistent) {
     cost.tile_end_us =
         cost.blocks_per_sm * (kTileEndClocks + bytes / kTileEndBytesPerClock) / clocks;
@@ -323,8 +327,9 @@ double traffic_bytes(const mp_kernel& k, const KernelCost& cost, const DeviceMod
   return bytes;
 }
 
-double launch_us(const KernelCost& cost, const DeviceModel& model) {
-  return std::max(0.0, model.launch_us - (cost.early ? kEarlyLaunchUs : 0));
+double launch_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks) {
+  const bool early = cost.early || (cost.early_if_few && blocks <= model.sm_count);
+  return std::max(0.0, model.launch_us - (early ? kEarlyLaunchUs : 0));
 }
 
 double tile_end_us(const KernelCost& cost, double steps) {
@@ -371,7 +376,7 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
   // The loops and the traffic overlap, yet wait for each other where they take about as long. No
   // block computes or streams while the first ones start and the last ones end.
   const double traffic = traffic_bytes(k, cost, model, e, split) / model.bytes_per_us;
-  return launch_us(cost, model) + cost.fixed_us + std::hypot(loop, traffic) + fixup;
+  return launch_us(cost, model, blocks) + cost.fixed_us + std::hypot(loop, traffic) + fixup;
 }
 
 }  // namespace moonpoly

@@ -33,6 +33,7 @@ struct KernelCost {
   int blocks_per_sm;
   double fixed_us, step_us, single_step_us;
   double arrive_us, slice_us;  // split-K: the last block of a tile arrives, adds up each slice
+  bool early_if_few;           // launched early with at most a block for each SM
   bool early;                  // launched early: its blocks crowd where the kernel in front is not
   double tile_end_us;          // persistent: the end of a tile, of which a K step of the next hides
   double hidden_us;            // so much
@@ -70,7 +71,7 @@ double traffic_bytes(const mp_kernel& kernel, const KernelCost& cost, const Devi
                      const Extent& extent, int split);
 
 // Of a launch, what is not hidden.
-double launch_us(const KernelCost& cost, const DeviceModel& model);
+double launch_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks);
 
 // Of a persistent kernel's tile of `steps` K steps, what its end takes that no load hides.
 double tile_end_us(const KernelCost& cost, double steps);

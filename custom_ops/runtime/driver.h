@@ -78,6 +78,7 @@ struct Driver {
                              void** extra);
   CUresult (*MemAlloc)(CUdeviceptr* pointer, size_t bytes);
   CUresult (*MemFree)(CUdeviceptr pointer);
+  CUresult (*PointerGetAttribute)(void* value, int attribute, CUdeviceptr pointer);
   CUresult (*MemsetD32)(CUdeviceptr pointer, unsigned value, size_t count);
   CUresult (*MemsetD32Async)(CUdeviceptr pointer, unsigned value, size_t count, CUstream stream);
   CUresult (*StreamSynchronize)(CUstream stream);

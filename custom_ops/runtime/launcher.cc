@@ -9,6 +9,7 @@
 
 #include "error.h"
 #include "pack.h"
+#include "packing.h"
 #include "planner.h"
 #include "regions.h"
 #include "stats.h"
@@ -56,6 +57,12 @@ struct Views {
     for (Matrix& x : operand) {
       // The stride of a single entry is never used, but a tensor map wants a legal one.
       if (x.entries == 1) x.batch_stride = x.rows * x.pitch;
+    }
+    // Zeros up to the next 16 bytes belong to a row that is aligned.
+    const int64_t unit = 16 / bytes;
+    for (int i : {0, 1}) {
+      if ((i == 0 ? p.align_a : p.align_b) < 16) continue;
+      operand[i].columns = (operand[i].columns + unit - 1) / unit * unit;
     }
   }
 };
@@ -121,11 +128,18 @@ class Arguments {
   int count_ = 0;
 };
 
-CUresult enqueue(CUfunction function, const mp_kernel& k, unsigned grid, CUstream stream,
-                 void** arguments) {
+// Blocks of pointer kernels are small: many that are placed early, beside the kernel in front of
+// them, crowd on the few SMs that it leaves free (up to 2.5 times as slow). One for each SM do not.
+bool launched_early(const mp_kernel& k, unsigned grid, int sm_count) {
+  return k.dependent_launch &&
+         (k.family != MP_GEMM_POINTER || grid <= static_cast<unsigned>(sm_count));
+}
+
+CUresult enqueue(CUfunction function, const mp_kernel& k, unsigned grid, int sm_count,
+                 CUstream stream, void** arguments) {
   const Driver& api = driver();
   const unsigned threads = 32 * k.warps;
-  if (!k.dependent_launch || !api.LaunchKernelEx) {
+  if (!launched_early(k, grid, sm_count) || !api.LaunchKernelEx) {
     return api.LaunchKernel(function, grid, 1, 1, threads, 1, 1, k.shared_bytes, stream, arguments,
                             nullptr);
   }
@@ -188,6 +202,9 @@ Launcher::Launcher(std::shared_ptr<const Pack> pack, int ordinal)
          "' is a catalog without code: it plans but cannot launch; build a pack with `moonpoly "
          "pack`");
   }
+  mp_device device;
+  query_device(ordinal, &device);
+  sm_count_ = device.sm_count;
   CurrentContext current(context_.get());
   const size_t count = kSlots * kCountersPerSlot;
   check(driver().MemAlloc(&counters_, count * sizeof(int32_t)), "cuMemAlloc of counters");
@@ -303,10 +320,36 @@ int64_t Launcher::vendor_workspace(const mp_problem& p, const mp_plan& plan,
   return most;
 }
 
+void Launcher::copy(const mp_problem& p, const mp_copy& copy, int operand, const void* source,
+                    void* target, CUstream stream) {
+  const CopyLaunch launch = launch_of(p, copy, operand);
+  launch_regions(launch.problem, &launch.region, 1, {source, nullptr, nullptr, target}, nullptr,
+                 nullptr, stream, nullptr);
+}
+
 void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& operands,
                       void* workspace, void* counters, CUstream stream, TensorMapCache* maps) {
-  for (int i = 0; i < plan.region_count; ++i) {
-    const mp_region& r = plan.regions[i];
+  if (!has_copies(plan)) {
+    launch_regions(p, plan.regions, plan.region_count, operands, workspace, counters, stream, maps);
+    return;
+  }
+  Operands moved = operands;
+  const void** const sources[] = {&moved.a, &moved.b};
+  for (int operand : {0, 1}) {
+    if (plan.copies[operand].bytes == 0) continue;
+    void* target = static_cast<char*>(workspace) + plan.copies[operand].offset;
+    copy(p, plan.copies[operand], operand, *sources[operand], target, stream);
+    *sources[operand] = target;
+  }
+  launch_regions(copied(p, plan), plan.regions, plan.region_count, moved, workspace, counters,
+                 stream, maps);
+}
+
+void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int count,
+                              const Operands& operands, void* workspace, void* counters,
+                              CUstream stream, TensorMapCache* maps) {
+  for (int i = 0; i < count; ++i) {
+    const mp_region& r = regions[i];
     if (r.kernel == MP_VENDOR) {
       vendor_->launch(p, r, operands, workspace, stream);
       continue;
@@ -314,7 +357,7 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
     const mp_kernel& k = pack_->kernel(r.kernel);
     if (!functions_[r.kernel])
       fail(MP_NO_KERNEL, "kernel ", k.name, " does not fit GPU ", ordinal_);
-    const mp_order order = order_of(*pack_, plan, i);
+    const mp_order order = order_of(*pack_, regions, count, i);
     const Views views(p, r, operands);
     Arguments args;
     const int32_t* params = pack_->params(k);
@@ -424,8 +467,8 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
           break;
       }
     }
-    const CUresult result =
-        enqueue(functions_[r.kernel], k, static_cast<unsigned>(r.grid), stream, args.data());
+    const CUresult result = enqueue(functions_[r.kernel], k, static_cast<unsigned>(r.grid),
+                                    sm_count_, stream, args.data());
     if (result) check(result, (std::string("cuLaunchKernel of ") + k.name).c_str());
     stats().launches.fetch_add(1, std::memory_order_relaxed);
   }

@@ -64,6 +64,10 @@ class Launcher {
   void launch(const mp_problem& problem, const mp_plan& plan, const Operands& operands,
               void* workspace, void* counters, CUstream stream, TensorMapCache* maps);
 
+  // Copies A (operand 0) or B (1) of a problem to `target`.
+  void copy(const mp_problem& problem, const mp_copy& copy, int operand, const void* source,
+            void* target, CUstream stream);
+
   // Zeroed arrival counters that belong to the stream, or null: then (no room, or the handle means
   // several streams, or the stream is being captured, and a graph may replay beside its own stream)
   // clear some yourself with `clear`.
@@ -76,6 +80,9 @@ class Launcher {
  private:
   Launcher(std::shared_ptr<const Pack> pack, int ordinal);
   void load_kernel(int index);
+  void launch_regions(const mp_problem& problem, const mp_region* regions, int count,
+                      const Operands& operands, void* workspace, void* counters, CUstream stream,
+                      TensorMapCache* maps);
 
   static constexpr int kSlots = 64;
   static constexpr int64_t kCountersPerSlot = 4096;  // 16 KB a stream
@@ -88,6 +95,7 @@ class Launcher {
   const std::shared_ptr<const Pack> pack_;
   const int ordinal_;
   const PrimaryContext context_;
+  int sm_count_;
   std::mutex load_mutex_;
   std::array<std::atomic<bool>, 6> loaded_{};  // by dtype and precision
   std::vector<CUmodule> modules_;

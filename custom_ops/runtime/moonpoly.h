@@ -50,7 +50,8 @@ typedef struct mp_problem {
   int64_t a_batch_stride, b_batch_stride, c_batch_stride;
   int32_t a_div, a_mod, b_div, b_mod;
   // Largest power of two <= 16 that divides, in bytes: base pointer, row pitch, batch stride and the
-  // length of a stored row (kernels load in units of it and mask whole units).
+  // length of a stored row (kernels load in units of it and mask whole units). For A and B, 16 may
+  // also mean that every row is followed by zeros up to the next 16 bytes: they are then loaded.
   int32_t align_a, align_b, align_c;
   int32_t bias;  // mp_bias
   int64_t bias_stride_m, bias_stride_n;
@@ -96,6 +97,17 @@ typedef struct mp_region {
   int32_t reserved;
 } mp_region;
 
+// Before the regions run, an operand is copied to the workspace with its rows along K, padded with
+// zeros to whole units of 16 bytes. The regions then see the problem with that operand in its place:
+// trans_a = 0 (or trans_b = 1), its pitch, its batch stride and an alignment of 16 bytes.
+typedef struct mp_copy {
+  int32_t kernel;       // of family MP_COPY_PADDED
+  int32_t transposed;   // 1: the operand's rows do not lie along K
+  int64_t offset, bytes;         // in the workspace; 0 bytes: no copy
+  int64_t pitch, batch_stride;   // elements, of the copy
+  int64_t grid;
+} mp_copy;
+
 typedef struct mp_plan {
   int32_t region_count;
   int32_t measured;  // 1: costs came from a measured table, 0: analytic model
@@ -104,6 +116,7 @@ typedef struct mp_plan {
   int64_t counters;
   double predicted_us;
   mp_region regions[MP_MAX_REGIONS];
+  mp_copy copies[2];    // of A, of B
 } mp_plan;
 
 // ---- the pack ------------------------------------------------------------------------------------
@@ -117,7 +130,11 @@ typedef enum mp_family {
   MP_GEMM_TMA = 0,
   MP_GEMM_POINTER = 1,  // masked loads
   // As MP_GEMM_TMA, for sm_90: persistent blocks, a loading warpgroup and one to three consumers.
-  MP_GEMM_WS = 2
+  MP_GEMM_WS = 2,
+  // As MP_GEMM_TMA, but Y is stored through masks: any alignment of Y.
+  MP_GEMM_TMA_MASKED = 8,
+  // No product: Y (M x N) = op(A) (M x K), then zeros up to N. Layout NT as it is, TN transposing.
+  MP_COPY_PADDED = 9
 } mp_family;
 
 // A kernel's parameters in order, so that the launcher needs no knowledge of a family's signature.
@@ -275,6 +292,8 @@ typedef enum mp_plan_flags {
 // Plans a problem; pure arithmetic, needs no GPU. `only_kernel` >= 0 and `only_split` >= 1 force a choice
 // (tuner, tests); -1 and 0 let the planner choose. `only_kernel` MP_VENDOR forces cuBLASLt, which is
 // planned whether or not its library is here, with a catalog only by force. `flags`: mp_plan_flags.
+// (tuner, tests); -1 and 0 let the planner choose. A kernel of family MP_COPY_PADDED is forced by copying
+// A and B with it, whatever their alignment, in front of what the planner chooses for the copies.
 mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device, const mp_problem* problem,
                           int32_t only_kernel, int32_t only_split, int32_t flags, mp_plan* out);
 
@@ -290,6 +309,13 @@ mp_status mp_gemm_problem(int32_t dtype, int32_t precision, const int64_t* a_dim
                           int32_t trans_a, int32_t trans_b, float alpha, float beta,
                           mp_problem* out);
 
+// A constant B can be copied once, with its rows along K and padded to 16 bytes, where that may help:
+// rows that are not 16-byte aligned and, on sm_90, TF32 factors that do not lie along K. `out` is the
+// problem for the copy, `bytes` its size; 0 where a copy has no use or the pack has no kernel for it,
+// and `out` is then the problem itself. Which of the two is faster, their plans say.
+mp_status mp_repacked_problem(const mp_pack* pack, const mp_problem* problem, mp_problem* out,
+                              int64_t* bytes);
+
 // Launches a plan on raw device pointers. stream: CUstream. workspace and counters must be at least
 // as large as the plan says, workspace 16-byte aligned; counters must be zero and are left zero.
 typedef struct mp_launcher mp_launcher;  // a pack loaded on one device
@@ -297,6 +323,10 @@ mp_status mp_launcher_create(const mp_pack* pack, int32_t ordinal, mp_launcher**
 void mp_launcher_destroy(mp_launcher* launcher);
 mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, const mp_plan* plan, const void* a,
                     const void* b, const void* bias, void* y, void* workspace, void* counters,
+                    void* stream);
+
+// Enqueues the copy of B that mp_repacked_problem describes; `packed` is 16-byte aligned.
+mp_status mp_repack(mp_launcher* launcher, const mp_problem* problem, const void* b, void* packed,
                     void* stream);
 
 // The interpreter backend: the CPU custom ops call this with host pointers (GIL taken by ctypes).

@@ -18,6 +18,7 @@
 #include "shape_inference.h"
 #include "stats.h"
 #include "vendor.h"
+#include "weights.h"
 
 namespace moonpoly {
 namespace {
@@ -31,6 +32,7 @@ struct Tensor {
 struct Met {
   mp_problem problem;
   unsigned uses;
+  bool repacked = false;  // the plan is for the repacked weight
   std::shared_ptr<const Planned> planned;
   TensorMapCache maps;
 };
@@ -38,7 +40,7 @@ struct Met {
 class Kernel {
  public:
   Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
-      : ort_(api), kind_(op.kind), element_{op.dtype, op.settings->precision} {
+      : ort_(api), element_{op.dtype, op.settings->precision}, kind_(op.kind) {
     if (kind_ == OpKind::kGemm) {
       gemm_.trans_a = ort_.attribute(info, "transA", int64_t{0}) != 0;
       gemm_.trans_b = ort_.attribute(info, "transB", int64_t{0}) != 0;
@@ -76,7 +78,8 @@ class Kernel {
   virtual void execute(OrtKernelContext* context, const Product& product,
                        const Operands& operands) = 0;
 
-  std::shared_ptr<Met> meet(const Planner& planner, const mp_problem& problem, unsigned uses) {
+  std::shared_ptr<Met> meet(const Planner& planner, const Product& product, unsigned uses) {
+    const mp_problem& problem = product.problem;
     if (auto known = met_.find(problem, uses)) {
       stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
       return known;
@@ -85,13 +88,19 @@ class Kernel {
     fresh->problem = problem;
     fresh->uses = uses;
     fresh->planned = planner.planned(problem, uses);
+    if (mp_problem other = problem; weight_ && weight_->substitute(product, &other)) {
+      auto planned = planner.planned(other, uses, true);
+      fresh->repacked = planned->plan.predicted_us < fresh->planned->plan.predicted_us;
+      if (fresh->repacked) fresh->planned = std::move(planned);
+    }
     met_.insert(fresh);
     return fresh;
   }
 
   // Calls `body` with the operands of every entry of the outer loops.
   template <typename Body>
-  void for_each_launch(const Product& product, const Operands& operands, Body body) {
+  void for_each_launch(const Met& met, const Product& product, const Operands& operands,
+                       Body body) {
     const int64_t bytes = element_bytes(product.problem.dtype);
     int64_t index[kMaxRank] = {};
     for (;;) {
@@ -101,9 +110,10 @@ class Kernel {
         b += index[i] * product.loops[i].b_stride;
         y += index[i] * product.loops[i].y_stride;
       }
-      body(Operands{static_cast<const char*>(operands.a) + a * bytes,
-                    static_cast<const char*>(operands.b) + b * bytes, operands.bias,
-                    static_cast<char*>(operands.y) + y * bytes});
+      body(Operands{
+          static_cast<const char*>(operands.a) + a * bytes,
+          met.repacked ? weight_->data() : static_cast<const char*>(operands.b) + b * bytes,
+          operands.bias, static_cast<char*>(operands.y) + y * bytes});
       int i = 0;
       while (i < product.loop_count && ++index[i] == product.loops[i].count) index[i++] = 0;
       if (i == product.loop_count) return;
@@ -111,6 +121,9 @@ class Kernel {
   }
 
   const Ort ort_;
+  const Element element_;
+  GemmAttributes gemm_;
+  std::unique_ptr<const RepackedWeight> weight_;  // null: B is used as it is stored
 
  private:
   bool input(OrtKernelContext* context, size_t index, Tensor* out) const {
@@ -120,24 +133,14 @@ class Kernel {
     const OrtValue* value = nullptr;
     ort_(ort_->KernelContext_GetInput(context, index, &value));
     if (!value) return false;
-    OrtTensorTypeAndShapeInfo* info = nullptr;
-    ort_(ort_->GetTensorTypeAndShape(value, &info));
-    size_t rank = 0;
-    OrtStatus* status = ort_->GetDimensionsCount(info, &rank);
-    if (!status && rank <= kMaxRank) status = ort_->GetDimensions(info, out->shape.dims, rank);
-    ort_->ReleaseTensorTypeAndShapeInfo(info);
-    ort_(status);
-    if (rank > kMaxRank) {
-      fail(MP_INVALID, "input ", index, " has rank ", rank, "; at most ", kMaxRank, " is possible");
+    if (!ort_.tensor(value, &out->shape, &out->data)) {
+      fail(MP_INVALID, "input ", index, " has rank ", out->shape.rank, "; at most ", kMaxRank,
+           " is possible");
     }
-    out->shape.rank = static_cast<int>(rank);
-    ort_(ort_->GetTensorMutableData(const_cast<OrtValue*>(value), &out->data));
     return true;
   }
 
   const OpKind kind_;
-  const Element element_;
-  GemmAttributes gemm_;
   ProblemCache<Met, 64> met_;
 };
 
@@ -173,6 +176,9 @@ class CudaKernel final : public Kernel {
     launcher_ = Launcher::get(std::move(pack), ordinal);
     launcher_->load(op.dtype, op.dtype == MP_F32 ? op.settings->precision : MP_TF32);
     if (takes_vendor(op.settings->vendor, *planner_)) load_vendor(op.settings->vendor, info);
+    if (op.settings->repack) {
+      weight_ = RepackedWeight::on_device(ort_, info, element_, gemm_.trans_b, launcher_);
+    }
     warn_once_without_table(ort_, info, *planner_);
   }
 
@@ -185,15 +191,17 @@ class CudaKernel final : public Kernel {
     // Without a stream of its own a run gets no stream-ordered scratch memory: plan without
     // split-K.
     const unsigned uses = (stream ? kUsesWorkspace : 0) | (product.loop_count == 0 ? vendor_ : 0);
-    const auto met = meet(*planner_, product.problem, uses);
+    const auto met = meet(*planner_, product, uses);
     std::shared_ptr<const Planned> planned = met->planned;
 
     CurrentContext current(launcher_->context());
     int64_t workspace = planned->plan.workspace_bytes;
     if (uses_vendor(planned->plan)) {
-      workspace = launcher_->vendor_workspace(product.problem, planned->plan, operands);
+      Operands seen = operands;
+      if (met->repacked) seen.b = weight_->data();
+      workspace = launcher_->vendor_workspace(planned->problem, planned->plan, seen);
       if (workspace < 0) {
-        planned = planner_->planned(product.problem, uses & ~kUsesVendor);
+        planned = planner_->planned(planned->problem, uses & ~kUsesVendor, true);
         workspace = planned->plan.workspace_bytes;
       }
     }
@@ -210,8 +218,8 @@ class CudaKernel final : public Kernel {
       launcher_->clear(counters, plan.counters, stream);
     }
     TensorMapCache* maps = product.loop_count == 0 ? &met->maps : nullptr;
-    for_each_launch(product, operands, [&](const Operands& moved) {
-      launcher_->launch(product.problem, plan, moved, scratch.data(), counters, stream, maps);
+    for_each_launch(*met, product, operands, [&](const Operands& moved) {
+      launcher_->launch(planned->problem, plan, moved, scratch.data(), counters, stream, maps);
     });
   }
 
@@ -262,6 +270,9 @@ class InterpretedKernel final : public Kernel {
     pack_ = op.settings->open_pack(gpu ? device.sm : 90);
     const int pack_sm = static_cast<int>(pack_->header().sm);
     planner_ = pack_->planner(gpu && device.sm == pack_sm ? device : reference_device(pack_sm));
+    if (op.settings->repack) {
+      weight_ = RepackedWeight::on_host(ort_, info, element_, gemm_.trans_b, *pack_);
+    }
   }
 
  private:
@@ -273,12 +284,12 @@ class InterpretedKernel final : public Kernel {
            "use "
            "moonpoly_ort.InferenceSession(backend=\"interpreter\")");
     }
-    const auto met = meet(*planner_, product.problem, kUsesWorkspace);
-    for_each_launch(product, operands, [&](const Operands& moved) {
+    const auto met = meet(*planner_, product, kUsesWorkspace);
+    for_each_launch(*met, product, operands, [&](const Operands& moved) {
       char text[2048] = "";
       const int32_t failed =
-          interpret(&product.problem, &met->planned->plan, moved.a, moved.b, moved.bias, moved.y,
-                    text, static_cast<int32_t>(sizeof text));
+          interpret(&met->planned->problem, &met->planned->plan, moved.a, moved.b, moved.bias,
+                    moved.y, text, static_cast<int32_t>(sizeof text));
       if (failed) fail(MP_INTERNAL, "the interpreter failed: ", text[0] ? text : "no reason given");
     });
   }

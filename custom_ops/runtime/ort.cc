@@ -2,6 +2,20 @@
 
 namespace moonpoly {
 
+bool Ort::tensor(const OrtValue* value, Shape* shape, void** data) const {
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  (*this)(api_->GetTensorTypeAndShape(value, &info));
+  size_t rank = 0;
+  OrtStatus* status = api_->GetDimensionsCount(info, &rank);
+  if (!status && rank <= kMaxRank) status = api_->GetDimensions(info, shape->dims, rank);
+  api_->ReleaseTensorTypeAndShapeInfo(info);
+  (*this)(status);
+  shape->rank = static_cast<int>(rank);
+  if (rank > kMaxRank) return false;
+  (*this)(api_->GetTensorMutableData(const_cast<OrtValue*>(value), data));
+  return true;
+}
+
 std::string Ort::node_name(const OrtKernelInfo* info) const {
   size_t bytes = 0;
   found(api_->KernelInfo_GetNodeName(info, nullptr, &bytes));

@@ -9,6 +9,7 @@
 #include "error.h"
 #include "moonpoly.h"
 #include "ort_abi.h"
+#include "shape.h"
 
 namespace moonpoly {
 
@@ -33,6 +34,8 @@ class Ort {
   int64_t attribute(const OrtKernelInfo* info, const char* name, int64_t otherwise) const {
     return found(api_->KernelInfoGetAttribute_int64(info, name, &otherwise)), otherwise;
   }
+  // A tensor's shape and where it lies; false, with the rank alone, beyond kMaxRank dimensions.
+  bool tensor(const OrtValue* value, Shape* shape, void** data) const;
   std::string node_name(const OrtKernelInfo* info) const;
   // Through the session's logger; silent if it has none.
   void warn(const OrtKernelInfo* info, const std::string& text) const;

@@ -101,7 +101,10 @@ struct OrtApi {
   OrtFn unused_246;
   OrtStatus* (*Logger_LogMessage)(const OrtLogger* logger, OrtLoggingLevel level, const char* text,
                                   const char* file, int line, const char* function);
-  OrtFn unused_248[20];
+  OrtFn unused_248;
+  OrtStatus* (*KernelInfoGetConstantInput_tensor)(const OrtKernelInfo* info, size_t index,
+                                                  int* is_constant, const OrtValue** out);
+  OrtFn unused_250[18];
   OrtStatus* (*ShapeInferContext_GetInputTypeShape)(const OrtShapeInferContext* context,
                                                     size_t index, OrtTensorTypeAndShapeInfo** out);
   OrtFn unused_269;
@@ -144,6 +147,7 @@ MOONPOLY_SLOT(KernelContext_GetGPUComputeStream, 193);
 MOONPOLY_SLOT(HasSessionConfigEntry, 237);
 MOONPOLY_SLOT(KernelInfo_GetNodeName, 244);
 MOONPOLY_SLOT(Logger_LogMessage, 247);
+MOONPOLY_SLOT(KernelInfoGetConstantInput_tensor, 249);
 MOONPOLY_SLOT(ShapeInferContext_GetInputTypeShape, 268);
 MOONPOLY_SLOT(ShapeInferContext_SetOutputTypeShape, 270);
 MOONPOLY_SLOT(SetSymbolicDimensions, 271);

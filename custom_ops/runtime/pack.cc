@@ -37,6 +37,10 @@ bool terminated(const char (&text)[N]) {
   return text[0] != '\0' && std::memchr(text, '\0', N) != nullptr;
 }
 
+bool is_family(int32_t code) {
+  return (code >= MP_GEMM_TMA && code <= MP_GEMM_WS) || code == MP_GEMM_TMA_MASKED ||
+         code == MP_COPY_PADDED;
+}
 bool is_alignment(int32_t bytes) { return bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16; }
 
 // dev, inode, modification time, size: a pack replaced by renaming is another file.
@@ -146,7 +150,7 @@ void Pack::verify_kernel(int index) const {
     fail(MP_BAD_PACK, "kernel pack '", path_, "': kernel ", index, " ", why..., kRebuild);
   };
   if (!terminated(k.name) || !terminated(k.entry)) refuse("has no terminated name");
-  if (k.family < 0 || k.family > MP_GEMM_WS || k.dtype < 0 || k.dtype > MP_F32 || k.precision < 0 ||
+  if (k.family < 0 || !is_family(k.family) || k.dtype < 0 || k.dtype > MP_F32 || k.precision < 0 ||
       k.precision > MP_IEEE || (k.trans_a | k.trans_b) & ~1) {
     refuse(k.name, " has an unknown family, dtype, precision or layout");
   }

@@ -6,6 +6,7 @@
 
 #include "error.h"
 #include "pack.h"
+#include "packing.h"
 #include "stats.h"
 
 namespace moonpoly {
@@ -55,6 +56,7 @@ Extent extent_of(const mp_problem& p, const mp_region& r) {
 }
 
 const char* refusal(const mp_kernel& k, const mp_problem& p) {
+  if (k.family == MP_COPY_PADDED) return "it copies and computes no product";
   if (k.dtype != p.dtype) return "it has another dtype";
   if (k.dtype == MP_F32 && k.precision != p.precision) return "it has another precision";
   if (k.trans_a != p.trans_a || k.trans_b != p.trans_b) return "it has another operand layout";
@@ -296,11 +298,14 @@ void Planner::add(const mp_problem& p, const mp_region& area, const Choice& choi
   }
 }
 
-void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out) const {
+void Planner::plan(const mp_problem& p, const PlanRequest& asked, mp_plan* out) const {
   check_problem(p);
   std::memset(out, 0, sizeof *out);
   if (p.m == 0 || p.n == 0 || p.batch == 0) return;
-  if (request.only_kernel == MP_VENDOR) return plan_vendor(p, request, out);
+  if (asked.only_kernel == MP_VENDOR) return plan_vendor(p, asked, out);
+  PlanRequest request = asked;
+  const bool copy = is_copy(pack_, asked.only_kernel, p);
+  if (copy) request.only_kernel = -1;
   for (int64_t m0 = 0; m0 < p.m; m0 += kMaxExtent) {
     for (int64_t n0 = 0; n0 < p.n; n0 += kMaxExtent) {
       mp_region area{};
@@ -312,11 +317,16 @@ void Planner::plan(const mp_problem& p, const PlanRequest& request, mp_plan* out
       cover(p, area, request, out);
     }
   }
-  if (request.only_kernel < 0 && request.only_split <= 0) plan_vendor(p, request, out);
+  if (request.only_kernel < 0) consider_copies(p, request, copy, out);
+  if (asked.only_kernel < 0 && asked.only_split <= 0) plan_vendor(p, asked, out);
 }
 
-std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, unsigned uses) const {
-  if (auto known = memory_.find(p, uses)) return known;
+std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, unsigned uses,
+                                                bool another) const {
+  if (auto known = memory_.find(p, uses)) {
+    if (!another) stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
+    return known;
+  }
   const auto start = std::chrono::steady_clock::now();
   auto fresh = std::make_shared<Planned>();
   fresh->problem = p;
@@ -326,7 +336,8 @@ std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, unsigned us
   if (!(uses & kUsesVendor)) request.flags |= MP_PLAN_NO_VENDOR;
   plan(p, request, &fresh->plan);
   const auto elapsed = std::chrono::steady_clock::now() - start;
-  stats().add_miss(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+  const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+  another ? stats().add_miss_time(ns) : stats().add_miss(ns);
   memory_.insert(fresh);
   return fresh;
 }

@@ -49,7 +49,9 @@ class Planner {
 
   // The remembered plan, made on first sight. Layers of a model repeat the same problems, so that a
   // new input size costs a few searches, not one per node.
-  std::shared_ptr<const Planned> planned(const mp_problem& problem, unsigned uses) const;
+  // `another`: it is a second form of a product that the statistics have counted already.
+  std::shared_ptr<const Planned> planned(const mp_problem& problem, unsigned uses,
+                                         bool another = false) const;
 
   // Whether costs of this very GPU were in the pack.
   bool has_table() const { return has_table_; }
@@ -73,6 +75,8 @@ class Planner {
   void plan_vendor(const mp_problem& problem, const PlanRequest& request, mp_plan* out) const;
   void add(const mp_problem& problem, const mp_region& area, const Choice& choice, bool joined,
            mp_plan* out) const;
+  void consider_copies(const mp_problem& problem, const PlanRequest& request, bool forced,
+                       mp_plan* out) const;  // in packing.cc
 
   const Pack& pack_;
   mp_device device_;

@@ -138,7 +138,8 @@ class Search {
   // us of `loops_us` of the SMs' time, the first kernel's start and all traffic.
   double total_us(const Candidate& first, double loops_us, double bytes) const {
     const double fixed = first.cost->fixed_us;
-    return launch_us(*first.cost, model_) + fixed +
+    const int64_t wave = int64_t{model_.sm_count} * first.cost->blocks_per_sm;  // at least
+    return launch_us(*first.cost, model_, wave) + fixed +
            std::hypot(loops_us - fixed, bytes / model_.bytes_per_us);
   }
 
@@ -300,14 +301,14 @@ bool can_join(const Pack& pack, const mp_kernel& k) {
   return std::find(params, params + k.param_count, MP_P_ORDER) != params + k.param_count;
 }
 
-mp_order order_of(const Pack& pack, const mp_plan& plan, int i) {
+mp_order order_of(const Pack& pack, const mp_region* regions, int count, int i) {
   const auto can = [&](int region) {
-    const int kernel = plan.regions[region].kernel;
+    const int kernel = regions[region].kernel;
     return kernel >= 0 && can_join(pack, pack.kernel(kernel));
   };
   const auto joins = [&](int region) {
-    return region > 0 && region < plan.region_count && plan.regions[region].joins_previous &&
-           can(region) && can(region - 1);
+    return region > 0 && region < count && regions[region].joins_previous && can(region) &&
+           can(region - 1);
   };
   if (joins(i)) return MP_ORDER_JOINS_PREVIOUS;
   return joins(i + 1) ? MP_ORDER_LETS_NEXT_JOIN : MP_ORDER_IN_TURN;

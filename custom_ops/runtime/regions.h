@@ -42,7 +42,7 @@ bool cut_in_two(const Pack& pack, const std::vector<KernelCost>& costs, const De
 bool can_join(const Pack& pack, const mp_kernel& kernel);
 
 // What the kernel of a region is told of its neighbours on the stream.
-mp_order order_of(const Pack& pack, const mp_plan& plan, int region);
+mp_order order_of(const Pack& pack, const mp_region* regions, int count, int region);
 
 // Places a region's partials and counters behind those of the regions that it runs beside, and adds
 // it to the plan, which has room for it.

@@ -56,6 +56,12 @@ VendorUse vendor_of(const std::string& value) {
   refuse("moonpoly.vendor", value, "auto, 0, 1");
 }
 
+bool repack_of(const std::string& value) {
+  if (value.empty() || value == "1") return true;
+  if (value == "0") return false;
+  refuse("moonpoly.repack", value, "0, 1");
+}
+
 const char* environment(const char* name) {
   const char* value = std::getenv(name);
   return value && *value ? value : nullptr;
@@ -84,6 +90,7 @@ Settings read_settings(const Ort& ort, const OrtSessionOptions* options) {
   settings.backend = backend_of(config_entry(ort, options, "moonpoly.backend"));
   settings.precision = precision_of(config_entry(ort, options, "moonpoly.precision"));
   settings.vendor = vendor_of(config_entry(ort, options, "moonpoly.vendor"));
+  settings.repack = repack_of(config_entry(ort, options, "moonpoly.repack"));
   settings.pack_path = config_entry(ort, options, "moonpoly.pack");
   if (const char* path = environment("MOONPOLY_PACK"); path && settings.pack_path.empty()) {
     settings.pack_path = path;
@@ -136,7 +143,7 @@ OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
 
   std::ostringstream key;
   key << ort.api() << '|' << static_cast<int>(settings.backend) << '|' << settings.precision << '|'
-      << static_cast<int>(settings.vendor) << '|' << settings.pack_path;
+      << static_cast<int>(settings.vendor) << '|' << settings.repack << '|' << settings.pack_path;
   for (const auto& folder : settings.pack_folders) key << '|' << folder;
   std::lock_guard<std::mutex> lock(mutex);
   Registered& entry = domains[key.str()];

@@ -149,6 +149,8 @@ class Case:
         problem = SimpleNamespace(
             dtype=DTYPE_CODE[spec.dtype], precision=PRECISION_CODE[spec.precision],
             trans_a=spec.trans_a, trans_b=spec.trans_b,
+            # What surrounds the rows is NaN: they are not padded with zeros.
+            align_a=spec.dtype.bytes, align_b=spec.dtype.bytes,
             m=self.m, n=self.n, k=self.k, batch=self.batch,
             lda=a.pitch, ldb=b.pitch, ldc=y.pitch, a_batch_stride=a.batch_stride,
             b_batch_stride=b.batch_stride, c_batch_stride=y.batch_stride,
@@ -157,7 +159,7 @@ class Case:
             bias_stride_m=c.pitch if c and self.bias in ("column", "matrix") else 0,
             bias_stride_n=1 if self.bias in ("row", "matrix") else 0,
         )  # fmt: skip
-        plan = SimpleNamespace(regions=self._regions())
+        plan = SimpleNamespace(regions=self._regions(), copies=[])
         run_plan([spec], problem, plan, a.address, b.address, c.address if c else None, y.address)  # type: ignore[arg-type]
         assert y.untouched(), "the kernel wrote outside the result"
         return y.view

@@ -143,6 +143,18 @@ def test_products_of_split_factors_on_hopper(tmp_path: Path) -> None:
         # wait between those of one product: the compiler did not serialise them.
         assert len(re.findall(r"\bHGMMA\.64x128x8\S* R\d+, R\d+, gdesc", loop)) == 12, kernel.spec
         assert len(re.findall(r"\bWARPGROUP\.DEPBAR", loop)) <= 3, kernel.spec
+@pytest.mark.parametrize("family", [Family.GEMM_TMA, Family.GEMM_TMA_MASKED, Family.GEMM_POINTER])
+def test_a_block_knows_where_it_works_before_it_waits(family: Family, tmp_path: Path) -> None:
+    spec = next(s for s in specs(90) if s.family is family and s.bm == 16 and not s.split_k)
+    kernel = compile_spec(spec, 90)
+    assert kernel.dependent_launch
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/(.*)", _sass(kernel, tmp_path))
+    first = {
+        what: next(i for i, line in enumerate(lines) if re.search(rf"\b({what})\b", line))
+        for what in ("ACQBULK", "PREEXIT", "LDG|UTMALDG")
+    }
+    assert 100 < first["ACQBULK"] < first["LDG|UTMALDG"]
+    assert (first["PREEXIT"] > first["ACQBULK"]) == (family is Family.GEMM_POINTER)
 
 
 def test_a_factor_of_tf32_would_be_copied_if_it_did_not_pass_through_registers(

@@ -19,13 +19,14 @@ from moonpoly_ort import interpreter
 from moonpoly_ort.errors import MissingDependencyError, MoonPolyError
 
 NAN, INF = float("nan"), float("inf")
-INTERPRETED = (Family.GEMM_TMA, Family.GEMM_POINTER)
+INTERPRETED = (Family.GEMM_TMA, Family.GEMM_POINTER, Family.GEMM_TMA_MASKED)
 
 
 def spec_of(family: Family, dtype: Dtype = Dtype.F16, **changes: Any) -> KernelSpec:
-    align = 16 if family is Family.GEMM_TMA else dtype.bytes
+    align = 16 if family.tensor_maps else dtype.bytes
     spec = KernelSpec(
-        family, dtype, 16, 32, 16, 4, 2, align_a=align, align_b=align, align_c=align
+        family, dtype, 16, 32, 16, 4, 2, align_a=align, align_b=align,
+        align_c=16 if family is Family.GEMM_TMA else dtype.bytes,
     )  # fmt: skip
     return replace(spec, **changes)
 
@@ -104,7 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
     family = draw(st.sampled_from(INTERPRETED))
     dtype = draw(st.sampled_from(Dtype))
     aligns = [a for a in (2, 4, 8, 16) if a >= dtype.bytes]
-    least = 16 if family is Family.GEMM_TMA else draw(st.sampled_from(aligns))
+    least = 16 if family.tensor_maps else draw(st.sampled_from(aligns))
     split_k = draw(st.booleans())
     bias = draw(st.sampled_from(["none", "scalar", "row", "column", "matrix"]))
     spec = spec_of(
@@ -113,7 +114,8 @@ def cases(draw: st.DrawFn) -> Case:
         trans_a=draw(st.booleans()), trans_b=draw(st.booleans()),
         split_k=split_k, swap=draw(st.booleans()), group_m=draw(st.sampled_from([1, 2, 8])),
         bias_matrix=bias == "matrix" or draw(st.booleans()),
-        align_a=least, align_b=least, align_c=least,
+        align_a=least, align_b=least,
+        align_c=dtype.bytes if family is Family.GEMM_TMA_MASKED else least,
         precision=draw(st.sampled_from(Precision)) if dtype is Dtype.F32 else Precision.TF32,
     )  # fmt: skip
     m, n, k = (draw(st.integers(1, 70)) for _ in range(3))

@@ -38,7 +38,7 @@ def kernels() -> list[PackedKernel]:
     return [
         PackedKernel(
             s, f"entry_{i}", bytes([i]) * (100 + 7 * i), 1000 + i, 32 + i, launch_params(s),
-            boxes if s.family.tensor_maps else (),
+            boxes[: len(s.family.maps)],
         )
         for i, s in enumerate(specs(90, trial=True)[::40])
     ]  # fmt: skip

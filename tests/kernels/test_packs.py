@@ -307,4 +307,4 @@ def test_a_catalog_is_the_list_without_code(monkeypatch: pytest.MonkeyPatch) -> 
     assert packs.find_pack(120) is None  # a catalog is not taken for a pack
     kernels = pack_format.read_pack(path).kernels
     assert [k.spec for k in kernels] == specs(120)
-    assert all(k.shared_bytes > 0 and k.registers > 0 and not k.cubin for k in kernels)
+    assert all(k.shared_bytes >= 0 and k.registers > 0 and not k.cubin for k in kernels)

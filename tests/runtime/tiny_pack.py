@@ -30,6 +30,20 @@ PARAMS = {
     native.Family.GEMM_TMA: TMA_PARAMS,
     native.Family.GEMM_POINTER: POINTER_PARAMS,
     native.Family.GEMM_WS: WS_PARAMS,
+    native.Family.GEMM_TMA_MASKED: [DESC_A, DESC_B, PTR_Y, *_MIDDLE, LDC, C_BATCH, *_END],
+    native.Family.COPY_PADDED: [
+        PTR_A,
+        PTR_Y,
+        M,
+        N,
+        K,
+        LDA,
+        LDC,
+        A_BATCH,
+        C_BATCH,
+        NULL,
+        NULL,
+    ],
 }
 
 
@@ -49,6 +63,8 @@ class TinyKernel:
     swap: int = 0
     bias_matrix: int = 0
     align: int = 16
+    align_c: int = 0  # 0: as the others
+    waits: int = 0  # pointer kernels: compiled for programmatic dependent launch
     cubin: bytes = b""
 
     @property
@@ -58,7 +74,7 @@ class TinyKernel:
     def record(self, param_offset: int, params: Sequence[int]) -> native.KernelRecord:
         record = native.KernelRecord()
         name = (
-            f"{('tma', 'pointer', 'ws')[self.family]}_{self.dtype}{self.precision}_"
+            f"{native.Family(self.family).name.lower()}_{self.dtype}{self.precision}_"
             f"{self.trans_a}{self.trans_b}_{self.bm}x{self.bn}x{self.bk}_w{self.warps}_"
             f"s{self.stages}_k{self.split_k}_b{self.bias_matrix}_a{self.align}_x{self.swap}"
         )
@@ -71,12 +87,15 @@ class TinyKernel:
             setattr(record, field, getattr(self, field))
         record.group_m = 8
         record.persistent = self.family == native.Family.GEMM_WS
-        record.align_a = record.align_b = record.align_c = self.align
+        record.align_a = record.align_b = self.align
+        record.align_c = self.align_c or self.align
         record.shared_bytes = (self.bm + self.bn) * self.bk * self.element_bytes * self.stages
         record.registers = 128
         record.param_offset, record.param_count = param_offset, len(params)
-        record.dependent_launch = self.family == native.Family.GEMM_TMA
-        if self.family != native.Family.GEMM_POINTER:
+        record.dependent_launch = self.waits or self.family not in (
+            native.Family.GEMM_POINTER, native.Family.GEMM_WS
+        )  # fmt: skip
+        if self.family not in (native.Family.GEMM_POINTER, native.Family.COPY_PADDED):
             boxes = ((self.bm, self.bk), (self.bk, self.bn), (self.bm, self.bn))
             for shape, (rows, columns) in zip(record.desc, boxes, strict=True):
                 shape.box[:] = (1, rows, min(columns, 128 // self.element_bytes))
@@ -116,6 +135,25 @@ def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
                 kernels.append(
                     TinyKernel(family=1, bm=64, bn=64, bias_matrix=1, align=align, **common)
                 )
+    return kernels
+
+
+def unaligned_kernels(cubin: bytes = b"") -> list[TinyKernel]:
+    """What copies operands of any alignment, and multiplies the copies into any Y."""
+    kernels = []
+    for dtype, precision in ((0, 0), (1, 0), (2, 0)):
+        least = 4 if dtype == native.Dtype.F32 else 2
+        kind = {"dtype": dtype, "precision": precision, "cubin": cubin}
+        for split in (0, 1):
+            kernels.append(
+                TinyKernel(family=8, bm=64, bn=64, bk=64, trans_b=1, split_k=split,
+                           align_c=least, **kind)
+            )  # fmt: skip
+        for trans in (0, 1):
+            kernels.append(
+                TinyKernel(family=9, bm=32, bn=64, bk=16, stages=1, trans_a=trans,
+                           trans_b=1 - trans, align=least, **kind)
+            )  # fmt: skip
     return kernels
 
 

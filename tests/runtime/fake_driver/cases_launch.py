@@ -6,11 +6,13 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_gpu import Aligned, driver, execute, launches, write_fake_pack
+import tiny_pack as tp
+from fake_gpu import Aligned, driver, execute, fake_cubin, launches, write_fake_pack
 from reference import DTYPES
 
 from moonpoly_ort import errors, native
@@ -285,3 +287,16 @@ def test_catalog_and_broken_code_are_refused(tmp_path: Path) -> None:
         plan = pack.plan(native.device_query(0), case.problem)
         with pytest.raises(errors.DeviceError, match=r"cuModuleLoadData of kernel .* on GPU 0"):
             case.run(launcher, pack, plan)
+
+
+@pytest.mark.parametrize(("rows", "early"), [(132 * 64, True), (132 * 64 + 1, False)])
+def test_pointer_kernels_are_launched_early_with_a_block_for_each_sm_at_most(
+    tmp_path: Path, rows: int, early: bool
+) -> None:
+    kernel = tp.TinyKernel(family=1, dtype=0, bm=64, bn=64, bk=64, align=2, waits=1)
+    path = tp.write_pack(tmp_path / "sm_90.mpk", [replace(kernel, cubin=fake_cubin(kernel))])
+    case = Case(rows, 8, 8)
+    with native.Pack(path) as pack, native.Launcher(pack, 0) as launcher:
+        plan = pack.plan(native.device_query(0), case.problem)
+        launcher.launch(case.problem, plan, a=case.a.address, b=case.b.address, y=case.y.address)
+        assert driver.fake_launched_early(0) == early

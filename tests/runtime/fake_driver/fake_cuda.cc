@@ -21,6 +21,7 @@ int context_marker[2];
 thread_local std::vector<void*> contexts;
 int capturing = 0;
 int modules = 0, functions_loaded = 0, encoded = 0, fail_encode = 0, fail_function = 0;
+int on_host = 0, fail_alloc = 0;
 std::map<void*, int> shared_limits;
 
 struct Launch {
@@ -214,6 +215,7 @@ EXPORT int cuLaunchKernelEx(const LaunchConfig* c, void* function, void** params
 }
 EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   if (contexts.empty()) return 201;
+  if (fail_alloc) return 2;
   void* memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   std::memset(memory, 0xcd, bytes);
   ++allocations;
@@ -235,6 +237,10 @@ EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t source, size_t bytes) {
 EXPORT int cuMemcpyDtoDAsync_v2(uint64_t target, uint64_t source, size_t bytes, void*) {
   clock_us += bytes * 2e-6 / 4;  // 4 TB/s, read and written
   return std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<void*>(source), bytes), 0;
+}
+EXPORT int cuPointerGetAttribute(unsigned* value, int attribute, uint64_t pointer) {
+  if (attribute != 2 || pointer == 0 || on_host) return kInvalidValue;
+  return *value = 2, 0;
 }
 // Asynchronous to the host, like the driver's, and here as late as it may be.
 EXPORT int cuMemsetD32_v2(uint64_t pointer, unsigned value, size_t count) {
@@ -346,6 +352,9 @@ EXPORT void fake_hang(int on) { hanging = on; }
 EXPORT int fake_live_objects() { return graphs + streams + events; }
 EXPORT int64_t fake_live_allocations() { return allocations; }
 EXPORT const void* fake_image(int i) { return launches[i].function; }
+EXPORT void fake_pointers_on_host(int on) { on_host = on; }
+EXPORT void fake_fail_alloc(int on) { fail_alloc = on; }
+EXPORT int fake_allocations() { return static_cast<int>(allocations); }
 EXPORT void fake_fail_encode(int on) { fail_encode = on; }
 EXPORT void fake_fail_function(int on) { fail_function = on; }
 EXPORT void fake_set_context(int device) {

@@ -39,9 +39,12 @@ def fake_cubin(kernel: tp.TinyKernel) -> bytes:
     return b"FAKE" + struct.pack(f"<{len(sizes) + 1}i", len(sizes), *sizes)
 
 
-def write_fake_pack(path: Path, sm: int = 90, vendor_us: float | None = None) -> Path:
+def write_fake_pack(
+    path: Path, sm: int = 90, vendor_us: float | None = None, *, unaligned: bool = False
+) -> Path:
     """With `vendor_us`, a table for GPU 0 says that cuBLASLt takes so long for everything."""
-    kernels = [replace(k, cubin=fake_cubin(k)) for k in tp.standard_kernels()]
+    listed = tp.standard_kernels() + (tp.unaligned_kernels() if unaligned else [])
+    kernels = [replace(k, cubin=fake_cubin(k)) for k in listed]
     if vendor_us is None:
         return tp.write_pack(path, kernels, sm=sm)
     table = native.Table(gpu=b"NVIDIA H200", sm_count=132, bandwidth_gbps=4000, launch_us=1.0)
@@ -149,6 +152,18 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
     assert launch.block == 32 * kernel.warps
     assert launch.shared == kernel.shared_bytes
     assert v[tp.NULL] == [0]
+    if kernel.family == native.Family.COPY_PADDED:
+        assert launch.grid % tiles == 0
+        for z in range(launch.grid // tiles):
+            shape = (k, m) if kernel.trans_a else (m, k)
+            strides = (one(tp.LDA), 1)
+            source = view(one(tp.PTR_A) + z * one(tp.A_BATCH) * size, shape, strides, dtype)
+            target = view(
+                one(tp.PTR_Y) + z * one(tp.C_BATCH) * size, (m, n), (one(tp.LDC), 1), dtype
+            )
+            target[...] = 0
+            target[:, :k] = source.T if kernel.trans_a else source
+        return v
     if kernel.persistent:
         batch = one(tp.BATCH)
         assert kernel.split_k or launch.grid <= tiles * batch
@@ -167,7 +182,8 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
 
     def stored(operand: int, entry: int, rows: int, columns: int) -> npt.NDArray[np.generic]:
         """Rows x columns of an operand as it is stored in one batch entry."""
-        if kernel.family != native.Family.GEMM_POINTER:
+        masked = kernel.family == native.Family.GEMM_TMA_MASKED and operand == 2
+        if kernel.family != native.Family.GEMM_POINTER and not masked:
             tensor_map, *sides = v[tp.DESC_A + operand]
             assert isinstance(tensor_map, TensorMap)
             tf32 = kernel.precision == native.Precision.TF32 and operand < 2
@@ -179,7 +195,9 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
             assert sides[3] * size == tensor_map.strides[0]  # type: ignore[operator]
             assert sides[4] * size == tensor_map.strides[1]  # type: ignore[operator]
             assert sides[5] == 1
-            assert tensor_map.dims[1:] == (rows, columns)
+            # zeros up to the next 16 bytes belong to a row of A and B
+            unit = 16 // size if operand < 2 else 1
+            assert tensor_map.dims[1:] == (rows, _ceil_div(columns, unit) * unit)
             assert 0 <= entry < tensor_map.dims[0]
             base = tensor_map.address + entry * tensor_map.strides[0]
             return view(base, (rows, columns), (tensor_map.strides[1] // size, 1), dtype)

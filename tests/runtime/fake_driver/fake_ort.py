@@ -44,9 +44,11 @@ class FakeOrt:
     def __init__(
         self, config: Mapping[str, str], *, device: int = 0, version: bytes = b"1.23.2",
         newest_api: int = 23, attributes: Mapping[str, float] | None = None,
+        constants: Mapping[int, Aligned] | None = None,
     ) -> None:  # fmt: skip
         FakeOrt.everyone.append(self)
         self.config, self.device, self.attributes = dict(config), device, dict(attributes or {})
+        self.constants = dict(constants or {})
         self.handles: dict[int, Any] = {}
         self.next_handle = itertools.count(0x1000, 16)
         self.ops: list[int] = []
@@ -175,6 +177,12 @@ class FakeOrt:
 
         attribute(85, c_float)
         attribute(86, c_int64)
+
+        @slot(249, c_void_p, c_size_t, c_void_p, c_void_p)
+        def _(info: int, index: int, constant: int, out: int) -> None:
+            c_int.from_address(constant).value = index in self.constants
+            if index in self.constants:
+                _pointer(out, self.handle(self.constants[index]))
 
         @slot(88, c_void_p, c_void_p)
         def _(context: int, out: int) -> None:
