@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from .gemm_tma import sum_of_products
-from .tiles import await_joined_kernel, await_previous_kernel, epilogue, locate, slice_of, sum_slices
+from .tiles import (
+    await_joined_kernel,
+    await_previous_kernel,
+    epilogue,
+    locate,
+    slice_of,
+    sum_slices,
+)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ only, compiled, so none is used.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The interpreter multiplies the bit patterns of bf16, not their values; widening first is exact.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -22,9 +22,7 @@ JOINS_PREVIOUS = tl.constexpr(2)
 
 
 @triton.jit
-def await_previous_kernel(
-    ready, order, DEPENDENT_LAUNCH: tl.constexpr, LATE: tl.constexpr = False
-):
+def await_previous_kernel(ready, order, DEPENDENT_LAUNCH: tl.constexpr, LATE: tl.constexpr = False):
     """Programmatic dependent launch (sm_90 and up): the next kernel of the stream may be placed on
     the SMs as soon as all blocks of this one run, and each waits here, before it touches memory,
     until the kernel in front of it is complete. That hides about 1 us of launch latency a kernel.
@@ -51,7 +49,7 @@ def await_previous_kernel(
             )  # fmt: skip
         if LATE:
             gdc_launch_dependents()
-        else:  # noqa: SIM102 - as above
+        else:
             if order == LETS_NEXT_JOIN:
                 gdc_launch_dependents()
 

@@ -143,6 +143,8 @@ def test_products_of_split_factors_on_hopper(tmp_path: Path) -> None:
         # wait between those of one product: the compiler did not serialise them.
         assert len(re.findall(r"\bHGMMA\.64x128x8\S* R\d+, R\d+, gdesc", loop)) == 12, kernel.spec
         assert len(re.findall(r"\bWARPGROUP\.DEPBAR", loop)) <= 3, kernel.spec
+
+
 @pytest.mark.parametrize("family", [Family.GEMM_TMA, Family.GEMM_TMA_MASKED, Family.GEMM_POINTER])
 def test_a_block_knows_where_it_works_before_it_waits(family: Family, tmp_path: Path) -> None:
     spec = next(s for s in specs(90) if s.family is family and s.bm == 16 and not s.split_k)

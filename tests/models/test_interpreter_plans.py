@@ -349,6 +349,8 @@ def test_two_regions_of_a_plan_make_the_whole(gpu: str, axis: str, case: Case) -
     assert [name for name in ("m0", "n0", "z0") if getattr(second, name)] == [axis]
     assert first.kernel != second.kernel
     _check(setup, plan, pack)
+
+
 def _without_copies(pack: native.Pack, device: native.Device, part: native.Problem) -> native.Plan:
     plan = pack.plan(device, part)
     if not plan.copies:

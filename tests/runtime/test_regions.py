@@ -65,7 +65,10 @@ def assert_scratch_is_apart(plan: native.Plan) -> None:
         assert apart(region.counters_offset, region.counters,
                      before.counters_offset, before.counters)  # fmt: skip
     assert plan.workspace_bytes == max(
-        (r.workspace_offset + r.workspace_bytes for r in plan.regions if r.workspace_bytes),
+        [
+            *(r.workspace_offset + r.workspace_bytes for r in plan.regions if r.workspace_bytes),
+            *(copy.offset + copy.bytes for _, copy in plan.copies),
+        ],
         default=0,
     )
     assert plan.counters == max(
