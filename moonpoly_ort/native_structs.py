@@ -145,7 +145,7 @@ class KernelRecord(_Struct):
             )
         ),
         ("desc", DescShape * 3),
-        *((field, c_int32) for field in ("dependent_launch", "persistent", "reserved")),
+        *((field, c_int32) for field in ("dependent_launch", "persistent", "sliced")),
         ("cubin_offset", c_int64),
         ("cubin_bytes", c_int64),
     ]  # fmt: skip

@@ -41,7 +41,7 @@ TRITON_MINOR = "3.9"
 SOURCES = {
     Family.GEMM_TMA: ("tiles.py", "gemm_tma.py"),
     Family.GEMM_POINTER: ("tiles.py", "gemm_pointer.py"),
-    Family.GEMM_WS: ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+    Family.GEMM_WS: ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py"),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
@@ -92,7 +92,8 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
     y_box = spec.y_box
     rows = y_box[0]  # of A: a consumer of gemm_ws loads its own
     a_box = (spec.bk, rows) if spec.trans_a else (rows, spec.bk)
-    b_box = (spec.bn, spec.bk) if spec.trans_b else (spec.bk, spec.bn)
+    columns = spec.b_columns
+    b_box = (columns, spec.bk) if spec.trans_b else (spec.bk, columns)
     boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: y_box}
 
     def type_of(param: Param) -> str:
@@ -142,9 +143,11 @@ def _options(spec: KernelSpec) -> dict[str, Any]:
 def _divisors(spec: KernelSpec) -> dict[str, int]:
     """What the compiler may assume of the run-time arguments: it decides how wide the loads are."""
     divisors = {"workspace": 16}
+    e = spec.dtype.bytes
+    if spec.family is Family.GEMM_WS:
+        return divisors | {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     if spec.family.tensor_maps:
         return divisors
-    e = spec.dtype.bytes
     for pointer, pitch, batch, length, align in (
         ("a", "lda", "a_batch", "M" if spec.trans_a else "K", spec.align_a),
         ("b", "ldb", "b_batch", "K" if spec.trans_b else "N", spec.align_b),

@@ -54,7 +54,9 @@ def constants(
     }  # fmt: skip
     if spec.family is Family.GEMM_WS:
         return common | {
-            "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers, "STAGES": spec.stages,
+            "STREAM_K": spec.split_k and not spec.sliced,
+            "CONSUMERS": spec.consumers, "STAGES": spec.stages,
+            "DEPENDENT_LAUNCH": dependent_launch, "SLICED": spec.sliced,
         }  # fmt: skip
     common |= {
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,

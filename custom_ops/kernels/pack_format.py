@@ -67,7 +67,7 @@ KERNEL = np.dtype([
         "shared_bytes", "registers", "param_offset", "param_count",
     )),
     ("desc", DESC_SHAPE, 3), ("dependent_launch", "<i4"), ("persistent", "<i4"),
-    ("reserved", "<i4"), ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
+    ("sliced", "<i4"), ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
 ])  # fmt: skip
 COST = np.dtype([
     ("fixed_us", "<f4"), ("step_us", "<f4"), ("single_step_us", "<f4"), ("blocks_per_sm", "<f4"),
@@ -190,7 +190,7 @@ def encode(
         row["precision"] = PRECISION_CODE[spec.precision]
         for attribute in (
             "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages", "group_m", "split_k", "swap",
-            "bias_matrix", "align_a", "align_b", "align_c", "persistent",
+            "bias_matrix", "align_a", "align_b", "align_c", "persistent", "sliced",
         ):  # fmt: skip
             row[attribute] = getattr(spec, attribute)
         row["shared_bytes"] = kernel.shared_bytes

@@ -25,11 +25,12 @@ _EPILOGUE = {
     "alpha": Param.ALPHA, "beta": Param.BETA,
 }  # fmt: skip
 _DESCRIPTORS = {"a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y_desc": Param.DESC_Y}
+_RESULT = {"y": Param.PTR_Y, "ldc": Param.LDC, "c_batch": Param.C_BATCH}
 _POINTERS = {"a": Param.PTR_A, "b": Param.PTR_B, "y": Param.PTR_Y}
 PARAMETERS: dict[Family, dict[str, Param]] = {
     Family.GEMM_TMA: {**_DESCRIPTORS, **_COMMON, **_EPILOGUE},
     Family.GEMM_POINTER: {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
-    Family.GEMM_WS: {**_DESCRIPTORS, **_PERSISTENT, **_EPILOGUE},
+    Family.GEMM_WS: {**_DESCRIPTORS, **_RESULT, **_PERSISTENT, **_EPILOGUE},
 }
 
 

@@ -68,6 +68,7 @@ class KernelSpec:
     align_a: int = 16
     align_b: int = 16
     align_c: int = 16
+    sliced: bool = False  # gemm_ws with split-K: a block has one slice of one tile
 
     @property
     def persistent(self) -> bool:
@@ -84,12 +85,19 @@ class KernelSpec:
         return 4 * self.consumers if self.family is Family.GEMM_WS else self.warps
 
     @property
+    def b_columns(self) -> int:
+        """Columns of the tile of B that one TMA load brings. What a tile of gemm_ws has beyond a
+        power of two has an accumulator of its own."""
+        return self.bn & -self.bn
+
+    @property
     def y_box(self) -> tuple[int, int]:
         """Rows and columns of the tile of Y that one TMA store writes."""
         if self.family is not Family.GEMM_WS:
             return self.bm, self.bn
         rows = self.bm // self.consumers
-        return rows, min(self.bn, 8192 // rows // self.dtype.bytes)
+        most = self.b_columns if self.b_columns == self.bn else 32  # room for two such boxes
+        return rows, min(most, 8192 // rows // self.dtype.bytes)
 
 
 def name(spec: KernelSpec) -> str:
@@ -100,7 +108,7 @@ def name(spec: KernelSpec) -> str:
         f"{spec.family}_{dtype}_{layout}_{spec.bm}x{spec.bn}x{spec.bk}_w{spec.warps}_s{spec.stages}",
         "" if spec.group_m == 8 else f"g{spec.group_m}",
         "swap" if spec.swap else "",
-        "split" if spec.split_k else "",
+        "sliced" if spec.sliced else "split" if spec.split_k else "",
         "cmatrix" if spec.bias_matrix else "",
         "" if spec.family.tensor_maps else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
     ]
@@ -113,6 +121,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return (
             f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
         )
+    if spec.sliced and spec.family is not Family.GEMM_WS:
+        return "slices added up together are for gemm_ws alone"
     if spec.family is Family.GEMM_WS:
         reason = _why_illegal_ws(spec, sm)
         if reason is not None:
@@ -121,8 +131,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
     for field in ("bm", "bn", "bk"):
         size = getattr(spec, field)
-        by_consumers = spec.family is Family.GEMM_WS and field == "bm"  # checked already
-        if size not in (16, 32, 64, 128, 256) and not by_consumers:
+        checked = spec.family is Family.GEMM_WS and field != "bk"
+        if size not in (16, 32, 64, 128, 256) and not checked:
             return f"{field} = {size}: tile sizes are powers of two from 16 to 256"
     if not 1 <= spec.stages <= 8:
         return f"{spec.stages} stages: 1 to 8 are supported"
@@ -139,9 +149,10 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             return f"tensor maps need sm_90, not sm_{sm}"
         if (spec.align_a, spec.align_b, spec.align_c) != (16, 16, 16):
             return "tensor maps need rows aligned to 16 bytes"
-    if spec.bm * spec.bn > 128 * 32 * spec.multiplying_warps:
+    most = 160 if spec.family is Family.GEMM_WS and spec.consumers < 3 else 128
+    if spec.bm * spec.bn > most * 32 * spec.multiplying_warps:
         return (
-            f"{spec.bm}x{spec.bn} sums take more than 128 registers a thread of "
+            f"{spec.bm}x{spec.bn} sums take more than {most} registers a thread of "
             f"{spec.multiplying_warps} warps"
         )
     shared, _ = estimated_resources(spec, sm)
@@ -155,8 +166,14 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
         return f"warp specialisation is written for the wgmma of sm_90, not sm_{sm}"
     if spec.warps not in (8, 12, 16):
         return f"{spec.warps} warps: 8, 12 or 16, of which one warpgroup loads, are supported"
+    if spec.sliced and not spec.split_k:
+        return "slices of K are a way to split it"
     if spec.bm not in (64 * spec.consumers, 128 * spec.consumers):
         return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
+    if spec.bn not in (16, 32, 64, 96, 128, 160, 192, 256):
+        return f"bn = {spec.bn}: tiles have 96, 160, 192 or a power of two from 16 to 256 columns"
+    if spec.b_columns < spec.bn and spec.split_k and not spec.sliced:
+        return f"tiles of {spec.bn} columns take slices of K only"
     if spec.swap or spec.bias_matrix:
         return "it computes upright tiles and takes a vector C only"
     if spec.precision is Precision.IEEE:
@@ -178,7 +195,7 @@ def is_launched_early(spec: KernelSpec, sm: int) -> bool:
     5% from that; where many blocks fit an SM they end up on a few of them: pointer kernels took up
     to 2.5 times as long on an H200.
     """
-    return sm == 90 and spec.family is Family.GEMM_TMA
+    return sm == 90 and spec.family.tensor_maps
 
 
 def accepts(
@@ -227,7 +244,10 @@ def interpreted(spec: KernelSpec) -> KernelSpec:
     """
     if spec.family is not Family.GEMM_WS:
         return spec
-    return replace(spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, split_k=False)
+    return replace(
+        spec, family=Family.GEMM_TMA, bm=spec.y_box[0], bn=spec.b_columns, warps=8,
+        split_k=False, sliced=False,
+    )  # fmt: skip
 
 
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
@@ -274,7 +294,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
 def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
     rows, columns = spec.y_box
     ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * spec.dtype.bytes + 16)
-    stores = 2 * spec.consumers * rows * columns * spec.dtype.bytes
+    buffers = 0 if spec.sliced else 2
+    stores = buffers * spec.consumers * rows * columns * spec.dtype.bytes
     registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
     return ring + stores + 80 * spec.consumers + 90, registers
 
@@ -374,18 +395,43 @@ NARROW_MMA = (
     Tile(16, 128, 64, 4, 2, "sft"),
     Tile(16, 128, 128, 4, 1, "s"),
 )
-# Warp-specialised, sm_90: on trial. The warps include the loading warpgroup.
+# Warp-specialised, sm_90. The warps include the loading warpgroup; s is split-K by streaming. What
+# counts at middle sizes is that the tiles fill the device once or twice, hence so many.
 SPECIALIZED = (
     Tile(128, 256, 64, 12, 1, "sf"),
-    Tile(256, 128, 64, 12, 1, "s"),
-    Tile(192, 128, 64, 16, 1, "s"),
+    Tile(256, 128, 64, 12, 1, "f"),
+    Tile(192, 192, 64, 16, 1, ""),
+    Tile(192, 160, 64, 16, 1, ""),
+    Tile(192, 128, 64, 16, 1, "sf"),
+    Tile(128, 192, 64, 12, 1, "f"),
+    Tile(128, 160, 64, 12, 1, "f"),
     Tile(128, 128, 64, 12, 1, "sf"),
-    Tile(128, 128, 64, 8, 2, "s"),
-    Tile(64, 256, 64, 8, 1, "s"),
-    Tile(64, 128, 64, 8, 2, "sf"),
-    Tile(64, 128, 128, 8, 1, "s"),
-    Tile(128, 64, 64, 8, 2, "s"),
-    Tile(64, 64, 128, 8, 1, "s"),
+    Tile(128, 128, 64, 8, 2, ""),
+    Tile(128, 96, 64, 12, 1, ""),
+    Tile(64, 256, 64, 8, 1, ""),
+    Tile(64, 192, 64, 8, 1, ""),
+    Tile(64, 160, 64, 8, 1, ""),
+    Tile(64, 128, 128, 8, 1, ""),
+    Tile(64, 128, 64, 8, 2, "f"),
+    Tile(64, 96, 128, 8, 1, ""),
+    Tile(64, 64, 128, 8, 1, "f"),
+)
+# The same, K cut into slices that the blocks of a tile add up together: few tiles, long K.
+SLICED = (
+    Tile(192, 128, 64, 16, 1, ""),
+    Tile(128, 128, 64, 12, 1, "f"),
+    Tile(128, 96, 64, 12, 1, ""),
+    Tile(64, 192, 64, 8, 1, ""),
+    Tile(64, 128, 64, 8, 2, "f"),
+    Tile(64, 96, 128, 8, 1, ""),
+    Tile(64, 64, 128, 8, 1, "f"),
+)
+# Warp-specialised tiles on trial.
+TRIED = (
+    Tile(256, 160, 64, 12, 1, ""),
+    Tile(256, 96, 64, 12, 1, ""),
+    Tile(192, 96, 64, 16, 1, ""),
+    Tile(192, 64, 64, 16, 1, ""),
 )
 # Rows of fewer than 16 aligned bytes: loads are narrow and many, so tiles stay small enough for
 # registers.
@@ -458,13 +504,13 @@ def _expand(tiles: Iterable[Tile], like: KernelSpec, sm: int) -> Iterator[Kernel
             spec = replace(spec, swap=True)
         spec = replace(spec, stages=_stages(spec, sm, tile.per_sm))
         yield spec
-        if "s" in tile.use and not spec.bias_matrix:
+        if "s" in tile.use and not (spec.bias_matrix or spec.sliced):
             yield replace(spec, split_k=True)
 
 
 def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is
-    legal. With `trial`, those of families on trial follow: `gemm_ws`, on sm_90.
+    legal. With `trial`, those on trial follow: tiles of `gemm_ws`, on sm_90.
 
     Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and
     precision at the least alignment, with and without a matrix C. Raises ValueError for an
@@ -493,11 +539,15 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
                 out += _expand(IEEE, replace(spec, precision=Precision.IEEE), sm)
             spec = replace(least, precision=Precision.IEEE, bias_matrix=True)
             out += _expand(IEEE[2:3], spec, sm)
-    if trial:
+    for specialized, sliced, listed in (
+        (SPECIALIZED, False, True),
+        (SLICED, True, True),
+        (TRIED, False, trial),
+    ):
         for dtype, layout in product(Dtype, (NN, NT)):
-            out += _expand(
-                SPECIALIZED, KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout), sm
-            )
+            like = KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout)
+            if listed:
+                out += _expand(specialized, replace(like, split_k=sliced, sliced=sliced), sm)
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 

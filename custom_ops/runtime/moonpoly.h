@@ -155,7 +155,9 @@ typedef struct mp_kernel {
   // where the device holds that many: each block then has a partial tile in the workspace, and each
   // consumer warpgroup (warps / 4 - 1 of them) of each block a counter.
   int32_t persistent;
-  int32_t reserved;
+  // 1: a persistent kernel with split_k whose blocks have one of `split` slices of one tile each, and
+  // add up the parts of a tile together; tiles * split is at most what the device holds at once.
+  int32_t sliced;
   int64_t cubin_offset, cubin_bytes;  // from the start of the file
 } mp_kernel;
 

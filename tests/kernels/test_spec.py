@@ -37,7 +37,7 @@ def test_names_are_unique_and_fit_the_pack(sm: int) -> None:
 def test_listed_kernels_are_legal_and_within_budget(sm: int) -> None:
     listed = specs(sm)
     assert [why_illegal(s, sm) for s in listed] == [None] * len(listed)
-    assert 200 <= len(listed) <= 400  # a pack builds in minutes
+    assert 200 <= len(listed) <= 550  # a pack builds in minutes
     assert listed == specs(sm)
 
 
@@ -46,6 +46,7 @@ def test_the_name_tells_every_field() -> None:
         "family": Family.GEMM_TMA, "dtype": Dtype.BF16, "bm": 128, "bn": 128, "bk": 64, "warps": 8,
         "stages": 4, "trans_a": True, "trans_b": True, "split_k": True, "swap": True,
         "bias_matrix": True, "group_m": 4, "align_a": 2, "align_b": 4, "align_c": 8,
+        "sliced": True,
     }  # fmt: skip
     assert set(changes) == set(spec.KernelSpec.__dataclass_fields__) - {"precision"}
     names = {name(replace(GOOD, **{field: value})) for field, value in changes.items()}
