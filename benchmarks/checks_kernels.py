@@ -44,8 +44,10 @@ def kernels(setting: Setting, record: Recorder) -> None:
     worst: dict[str, float] = {}
 
     def work(name: str) -> list[dict[str, Any]]:
+        kernel = pack.kernels[index[name]]
+        slots = setting.device.sm_count * native.blocks_per_sm(kernel, setting.device)
         return [_check_forced(setting, index[name], product, split)
-                for product, split in _forced_cases(pack.kernels[index[name]])]  # fmt: skip
+                for product, split in _forced_cases(kernel, slots)]  # fmt: skip
 
     def on_done(name: str, results: list[dict[str, Any]]) -> None:
         tally["kernels"] += 1
@@ -74,8 +76,10 @@ def kernels(setting: Setting, record: Recorder) -> None:
     record.check("kernels not reached in time", not left, len(left), 0)
 
 
-def _forced_cases(kernel: native.KernelRecord) -> Iterator[tuple[Product, int]]:
-    """Shapes that meet every edge of a kernel's tile; bias and batch maps take turns over them."""
+def _forced_cases(kernel: native.KernelRecord, slots: int) -> Iterator[tuple[Product, int]]:
+    """Shapes that meet every edge of a kernel's tile; bias and batch maps take turns over them.
+    Slices that are added up together are no more than the `slots` of the device.
+    """
     bm, bn, bk = kernel.bm, kernel.bn, kernel.bk
     base = Product(
         1, 1, 1, NAMES[kernel.dtype], PRECISION_NAMES[kernel.precision],
@@ -95,12 +99,14 @@ def _forced_cases(kernel: native.KernelRecord) -> Iterator[tuple[Product, int]]:
         ]
         if kernel.split_k and split != SPLITS[0]:
             shapes = shapes[:2]
-        elif kernel.persistent:  # more tiles than blocks, and not a multiple
+        elif kernel.persistent and not kernel.sliced:  # more tiles than blocks, and not a multiple
             shapes.append((bm * 29 + 1, bn * 20 + 3, bk * 5 + 1))
         for m, n, k in shapes:
             batch, a_map, b_map = MAPS[turn % len(MAPS)]
             bias = biases[turn % len(biases)]
             turn += 1
+            if kernel.sliced and -(-m // bm) * -(-n // bn) * batch * split > slots:
+                batch, a_map, b_map = MAPS[0]
             product = replace(
                 base, m=m, n=n, k=k, batch=batch, a_map=a_map, b_map=b_map, bias=bias,
                 alpha=1.0 if turn % 2 else 0.5, beta=1.0 if turn % 3 else -1.5,

@@ -183,7 +183,8 @@ class KernelRecord(_Struct):
             )
         ),
         ("desc", DescShape * 3),
-        *((field, c_int32) for field in ("dependent_launch", "persistent", "tf32x3")),
+        *((field, c_int32) for field in ("dependent_launch", "persistent", "tf32x3", "sliced")),
+        ("reserved", c_int32),
         ("cubin_offset", c_int64),
         ("cubin_bytes", c_int64),
     ]  # fmt: skip

@@ -41,7 +41,7 @@ TRITON_MINOR = "3.9"
 SOURCES = {
     "gemm_tma": ("tiles.py", "gemm_tma.py"),
     "gemm_pointer": ("tiles.py", "gemm_pointer.py"),
-    "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+    "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py"),
     "gemm_tma_masked": ("tiles.py", "gemm_tma.py", "gemm_tma_masked.py"),
     "copy_padded": ("tiles.py", "copy_padded.py"),
     "gemm_ws_x3": ("gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py"),
@@ -97,7 +97,7 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
     y_box = spec.y_box
     # Of what passes through the left side of the tensor core, a consumer of gemm_ws loads its own.
     swapped = spec.persistent and spec.swap
-    rows, columns = (spec.bm, y_box[1]) if swapped else (y_box[0], spec.bn)
+    rows, columns = (spec.bm, y_box[1]) if swapped else (y_box[0], spec.b_columns)
     a_box = (spec.bk, rows) if spec.trans_a else (rows, spec.bk)
     b_box = (columns, spec.bk) if spec.trans_b else (spec.bk, columns)
     boxes = {Param.DESC_A: a_box, Param.DESC_B: b_box, Param.DESC_Y: y_box}
@@ -154,6 +154,9 @@ def _divisors(spec: KernelSpec) -> dict[str, int]:
     if spec.family is Family.COPY_PADDED:
         return {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     divisors = {"workspace": 16}
+    e = spec.dtype.bytes
+    if spec.family is Family.GEMM_WS:
+        return divisors | {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     if spec.family.tensor_maps:
         return divisors
     for pointer, pitch, batch, length, align in (

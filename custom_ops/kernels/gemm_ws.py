@@ -16,9 +16,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .ws_epilogue import publish, store_tile, wait_for
 from .ws_schedule import ceil_div, item, origin, owner_of, share_of
+from .ws_slices import leave, parts_ready, slice_of, store_part, store_share
+
+
+@gluon.constexpr_function
+def low_part(columns):
+    """The columns of a tile that its first accumulator has, a power of two as all tensors'; a
+    second one has the rest."""
+    return 1 << (columns.bit_length() - 1)
 
 
 @gluon.jit
@@ -37,23 +46,32 @@ def before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
-            a_div, a_mod, b_div, b_mod, z0,
+def produce(a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
+            M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
-            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+            DEPENDENT_LAUNCH: gl.constexpr, SLICED: gl.constexpr):  # fmt: skip
     """The loading warpgroup."""
     ROWS: gl.constexpr = BM // CONSUMERS
+    LOW: gl.constexpr = low_part(BN)
+    REST: gl.constexpr = BN - LOW
     BYTES: gl.constexpr = (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8
     steps = ceil_div(K, BK)
     whole, items, streamed, first, end = share_of(tiles, steps, STREAM_K)
+    if SLICED:
+        items = 1
     stage = 0
     phase = 1  # the wait for the phase before the first one returns at once: the ring starts empty
     for index in range(items):
         tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
+        if SLICED:
+            tile, _, _, begin, stop = slice_of(tiles, steps)
         z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
         a_z = (z + z0) // a_div % a_mod
         b_z = (z + z0) // b_div % b_mod
+        if DEPENDENT_LAUNCH:
+            gdc_wait()  # all that comes before overlaps the end of the kernel in front
         for step in range(begin, stop):
             k = step * BK
             bar = full.index(stage)
@@ -64,45 +82,97 @@ def produce(a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
                 a = a_ring.index(stage * CONSUMERS + group)
                 tma.async_load(a_desc, [a_z, k, rows] if TRANS_A else [a_z, rows, k], bar, a)
             b = b_ring.index(stage)
-            tma.async_load(b_desc, [b_z, n, k] if TRANS_B else [b_z, k, n], bar, b)
+            if REST == 0:
+                at = [b_z, n, k] if TRANS_B else [b_z, k, n]
+                tma.async_load(b_desc, at, bar, b)
+            else:
+                chunks = b.reinterpret(
+                    shape=[LOW // REST, 1, b_desc.block_shape[1], b_desc.block_shape[2]],
+                    layout=b_desc.layout,
+                )
+                for chunk in gl.static_range(LOW // REST):
+                    columns = n + chunk * REST
+                    at = [b_z, columns, k] if TRANS_B else [b_z, k, columns]
+                    tma.async_load(b_desc, at, bar, chunks.index(chunk))
+                at = [b_z, n + LOW, k] if TRANS_B else [b_z, k, n + LOW]
+                tma.async_load(b_desc, at, bar, b_rest.index(stage))
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters, M, N, K, tiles,
-            z0, bias_stride_m, bias_stride_n, alpha, beta, GROUP: gl.constexpr,
+def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empty,
+            bias, workspace, counters, M, N, K, tiles, z0, bias_stride_m, bias_stride_n,
+            alpha, beta, GROUP: gl.constexpr,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
-            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+            DEPENDENT_LAUNCH: gl.constexpr, SLICED: gl.constexpr):  # fmt: skip
     """The warpgroup that multiplies the rows of number GROUP in each tile."""
     ROWS: gl.constexpr = BM // CONSUMERS
+    LOW: gl.constexpr = low_part(BN)
+    REST: gl.constexpr = BN - LOW
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1],
-        instr_shape=[16, BN, 256 // a_ring.dtype.primitive_bitwidth],
+        instr_shape=[16, LOW, 256 // a_ring.dtype.primitive_bitwidth],
     )  # fmt: skip
     block = gl.program_id(0)
     steps = ceil_div(K, BK)
     whole, items, streamed, first, end = share_of(tiles, steps, STREAM_K)
+    if SLICED:
+        items = 1
     stage = 0
     phase = 0
     for index in range(items):
         tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
-        acc = gl.zeros((ROWS, BN), gl.float32, layout)
+        if SLICED:
+            tile, part, parts, begin, stop = slice_of(tiles, steps)
+        z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
+        acc = gl.zeros((ROWS, LOW), gl.float32, layout)
+        if REST > 0:
+            rest_layout: gl.constexpr = gl.NVMMADistributedLayout(
+                version=[3, 0], warps_per_cta=[4, 1],
+                instr_shape=[16, REST, 256 // a_ring.dtype.primitive_bitwidth],
+            )  # fmt: skip
+            rest = gl.zeros((ROWS, REST), gl.float32, rest_layout)
         for step in range(begin, stop):
             mbarrier.wait(full.index(stage), phase)
             a = a_ring.index(stage * CONSUMERS + GROUP)
             b = b_ring.index(stage)
             a = a.reshape([BK, ROWS]).permute([1, 0]) if TRANS_A else a.reshape([ROWS, BK])
-            b = b.reshape([BN, BK]).permute([1, 0]) if TRANS_B else b.reshape([BK, BN])
+            b = b.reshape([LOW, BK]).permute([1, 0]) if TRANS_B else b.reshape([BK, LOW])
             acc = warpgroup_mma(a, b, acc, precision="tf32", is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))  # one in flight: the stage before is read
+            # One stage in flight: the one before is read.
+            if REST > 0:
+                b = b_rest.index(stage)
+                b = b.reshape([REST, BK]).permute([1, 0]) if TRANS_B else b.reshape([BK, REST])
+                rest = warpgroup_mma(a, b, rest, precision="tf32", is_async=True)
+                acc, rest = warpgroup_mma_wait(2, deps=(acc, rest))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(before(stage, STAGES)), pred=step > begin)
             stage, phase = advance(stage, phase, STAGES)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if REST > 0:
+            acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before(stage, STAGES)))
 
-        z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
-        if STREAM_K and stop < steps:
+        if DEPENDENT_LAUNCH:
+            gdc_wait()
+        if SLICED:
+            slot = tile * CONSUMERS + GROUP
+            partials = workspace + slot * parts * (ROWS * BN)
+            store_part(acc, partials + part * (ROWS * BN), BN)
+            if REST > 0:
+                store_part(rest, partials + part * (ROWS * BN) + LOW, BN)
+            ready, present, run, stride = parts_ready(counters + slot, part, parts)
+            if ready:
+                store_share(partials, run, stride, parts, y, bias, z + z0, m + GROUP * ROWS, n,
+                            M, N, ldc, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+                            ROWS, BN)  # fmt: skip
+                if present:
+                    leave(counters + slot, parts)
+        elif STREAM_K and stop < steps:
             publish(acc, workspace, counters, block, GROUP, CONSUMERS, y_desc.block_shape[2])
         else:
             helper = block
@@ -111,25 +181,37 @@ def consume(y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, count
                 wait_for(counters, helper, block, GROUP, CONSUMERS)
             store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block,
                        z + z0, m + GROUP * ROWS, n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
-                       GROUP, CONSUMERS, STREAM_K)  # fmt: skip
+                       0, GROUP, CONSUMERS, STREAM_K)  # fmt: skip
+            if REST > 0:
+                store_tile(rest, y_desc, y_tiles, bias, workspace, helper, block,
+                           z + z0, m + GROUP * ROWS, n + LOW, M, N, bias_stride_m, bias_stride_n,
+                           alpha, beta, LOW // y_desc.block_shape[2],
+                           GROUP, CONSUMERS, STREAM_K)  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
-def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
+def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, M, N, K,
             a_div, a_mod, b_div, b_mod, z0, batch, bias_stride_m, bias_stride_n, alpha, beta,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
-            CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+            DEPENDENT_LAUNCH: gl.constexpr, SLICED: gl.constexpr):  # fmt: skip
     A_BOX: gl.constexpr = a_desc.block_shape
     B_BOX: gl.constexpr = b_desc.block_shape
     Y_BOX: gl.constexpr = y_desc.block_shape
     a_ring = gl.allocate_shared_memory(
         a_desc.dtype, [STAGES * CONSUMERS, A_BOX[0], A_BOX[1], A_BOX[2]], a_desc.layout
     )
+    LOW: gl.constexpr = low_part(BN)
     b_ring = gl.allocate_shared_memory(
-        b_desc.dtype, [STAGES, B_BOX[0], B_BOX[1], B_BOX[2]], b_desc.layout
+        b_desc.dtype, [STAGES, 1, LOW, BK] if TRANS_B else [STAGES, 1, BK, LOW], b_desc.layout
     )
+    b_rest = b_ring
+    if BN > LOW:
+        b_rest = gl.allocate_shared_memory(
+            b_desc.dtype, [STAGES, B_BOX[0], B_BOX[1], B_BOX[2]], b_desc.layout
+        )
     y_tiles = gl.allocate_shared_memory(
         y_desc.dtype, [2 * CONSUMERS, Y_BOX[0], Y_BOX[1], Y_BOX[2]], y_desc.layout
     )
@@ -140,43 +222,61 @@ def gemm_ws(a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K,
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
 
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+
     tiles = ceil_div(M, BM) * ceil_div(N, BN) * batch
     # The last numbers are registers a thread: the loading warpgroup hands some to the consumers. It
     # is a whole warpgroup, though one thread of it does the work: all four warps must execute the
     # same setmaxnreg, and the padding that the compiler adds to a single warp has another one.
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
-                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
-             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
-                        a_div, a_mod, b_div, b_mod, z0,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
+            [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
+                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
+                        M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED))],
             [4], [40])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
-                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
-             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
-                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 1,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
-             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
-                        a_div, a_mod, b_div, b_mod, z0,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
+            [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
+                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED)),
+             (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
+                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
+                        M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED))],
             [4, 4], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize(
-            [(consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
-                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 0,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
-             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
-                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 1,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
-             (consume, (y_desc, a_ring, b_ring, y_tiles, full, empty, bias, workspace, counters,
-                        M, N, K, tiles, z0, bias_stride_m, bias_stride_n, alpha, beta, 2,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES)),
-             (produce, (a_desc, b_desc, a_ring, b_ring, full, empty, M, N, K, tiles,
-                        a_div, a_mod, b_div, b_mod, z0,
-                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES))],
-            [4, 4, 4], [152, 152, 40])  # fmt: skip
+            [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
+                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED)),
+             (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
+                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED)),
+             (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
+                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        bias_stride_m, bias_stride_n, alpha, beta, 2,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED)),
+             (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
+                        M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
+                        BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
+                        DEPENDENT_LAUNCH, SLICED))],
+            [4, 4, 4], [160, 160, 32])  # fmt: skip

@@ -165,7 +165,7 @@ def multiply_tiles(left, right, y_desc, left_ring, right_ring, low_ring, y_tiles
                                  GROUP, CONSUMERS, STREAM_K)  # fmt: skip
             else:
                 store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z + z0, m, n,
-                           M, N, bias_stride_m, bias_stride_n, alpha, beta,
+                           M, N, bias_stride_m, bias_stride_n, alpha, beta, 0,
                            GROUP, CONSUMERS, STREAM_K)  # fmt: skip
     tma.store_wait(0)
 

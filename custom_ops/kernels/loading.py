@@ -56,10 +56,16 @@ def constants(
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
         "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
     }  # fmt: skip
+    if spec.source == "gemm_ws_x3":
+        return common | {
+            "SWAP": spec.swap, "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers,
+            "STAGES": spec.stages,
+        }  # fmt: skip
     if spec.family is Family.GEMM_WS:
-        swap = {"SWAP": spec.swap} if spec.tf32x3 else {}
-        return common | swap | {
-            "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers, "STAGES": spec.stages,
+        return common | {
+            "STREAM_K": spec.split_k and not spec.sliced,
+            "CONSUMERS": spec.consumers, "STAGES": spec.stages,
+            "DEPENDENT_LAUNCH": dependent_launch, "SLICED": spec.sliced,
         }  # fmt: skip
     common |= {
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,

@@ -71,7 +71,8 @@ KERNEL = np.dtype([
         "shared_bytes", "registers", "param_offset", "param_count",
     )),
     ("desc", DESC_SHAPE, 3), ("dependent_launch", "<i4"), ("persistent", "<i4"),
-    ("tf32x3", "<i4"), ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
+    ("tf32x3", "<i4"), ("sliced", "<i4"), ("reserved", "<i4"),
+    ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
 ])  # fmt: skip
 COST = np.dtype([
     ("fixed_us", "<f4"), ("step_us", "<f4"), ("single_step_us", "<f4"), ("blocks_per_sm", "<f4"),
@@ -212,6 +213,7 @@ def encode(
         for attribute in (
             "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages", "group_m", "split_k", "swap",
             "bias_matrix", "align_a", "align_b", "align_c", "persistent", "tf32x3",
+            "sliced",
         ):  # fmt: skip
             row[attribute] = getattr(spec, attribute)
         row["shared_bytes"] = kernel.shared_bytes

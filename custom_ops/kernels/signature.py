@@ -25,6 +25,7 @@ _EPILOGUE = {
     "alpha": Param.ALPHA, "beta": Param.BETA,
 }  # fmt: skip
 _DESCRIPTORS = {"a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y_desc": Param.DESC_Y}
+_RESULT = {"y": Param.PTR_Y, "ldc": Param.LDC, "c_batch": Param.C_BATCH}
 _POINTERS = {"a": Param.PTR_A, "b": Param.PTR_B, "y": Param.PTR_Y}
 # Of the operands themselves: where NaN shows, products are computed again from them.
 _OPERANDS = {"a": Param.PTR_A, "b": Param.PTR_B}
@@ -35,7 +36,7 @@ _OPERAND_PITCHES = {
 PARAMETERS: dict[str, dict[str, Param]] = {
     "gemm_tma": {**_DESCRIPTORS, **_COMMON, "order": Param.ORDER, **_EPILOGUE},
     "gemm_pointer": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
-    "gemm_ws": {**_DESCRIPTORS, **_PERSISTENT, **_EPILOGUE},
+    "gemm_ws": {**_DESCRIPTORS, **_RESULT, **_PERSISTENT, **_EPILOGUE},
     "gemm_tma_masked": {
         "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y": Param.PTR_Y, **_COMMON,
         "order": Param.ORDER, "ldc": Param.LDC, "c_batch": Param.C_BATCH, **_EPILOGUE,

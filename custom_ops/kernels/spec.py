@@ -78,6 +78,7 @@ class KernelSpec:
     align_b: int = 16
     align_c: int = 16
     tf32x3: bool = False  # ieee: by three TF32 products of split factors, not on the scalar units
+    sliced: bool = False  # gemm_ws with split-K: a block has one slice of one tile
 
     @property
     def source(self) -> str:
@@ -100,6 +101,12 @@ class KernelSpec:
         return 4 * self.consumers if self.family is Family.GEMM_WS else self.warps
 
     @property
+    def b_columns(self) -> int:
+        """Columns of the tile of B that one TMA load brings. What a tile of gemm_ws has beyond a
+        power of two has an accumulator of its own."""
+        return self.bn & -self.bn
+
+    @property
     def y_box(self) -> tuple[int, int]:
         """Rows and columns of the tile of Y that one TMA store writes."""
         if self.family is not Family.GEMM_WS:
@@ -108,7 +115,8 @@ class KernelSpec:
             columns = self.bn // self.consumers
             return min(self.bm, 8192 // columns // self.dtype.bytes), columns
         rows = self.bm // self.consumers
-        return rows, min(self.bn, 8192 // rows // self.dtype.bytes)
+        most = self.b_columns if self.b_columns == self.bn else 32  # room for two such boxes
+        return rows, min(most, 8192 // rows // self.dtype.bytes)
 
 
 def name(spec: KernelSpec) -> str:
@@ -119,7 +127,7 @@ def name(spec: KernelSpec) -> str:
         f"{spec.family}_{dtype}_{layout}_{spec.bm}x{spec.bn}x{spec.bk}_w{spec.warps}_s{spec.stages}",
         "" if spec.group_m == 8 else f"g{spec.group_m}",
         "swap" if spec.swap else "",
-        "split" if spec.split_k else "",
+        "sliced" if spec.sliced else "split" if spec.split_k else "",
         "cmatrix" if spec.bias_matrix else "",
         "x3" if spec.tf32x3 else "",
         "" if spec.family.tensor_maps else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
@@ -133,6 +141,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return (
             f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
         )
+    if spec.sliced and spec.family is not Family.GEMM_WS:
+        return "slices added up together are for gemm_ws alone"
     if spec.family is Family.GEMM_WS:
         reason = _why_illegal_ws(spec, sm)
         if reason is not None:
@@ -141,8 +151,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
     for field in ("bm", "bn", "bk"):
         size = getattr(spec, field)
-        by_consumers = spec.family is Family.GEMM_WS and field == "bm"  # checked already
-        if size not in (16, 32, 64, 128, 256) and not by_consumers:
+        checked = spec.family is Family.GEMM_WS and field != "bk"
+        if size not in (16, 32, 64, 128, 256) and not checked:
             return f"{field} = {size}: tile sizes are powers of two from 16 to 256"
     if not 1 <= spec.stages <= 8:
         return f"{spec.stages} stages: 1 to 8 are supported"
@@ -164,7 +174,9 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             return "tensor maps need rows aligned to 16 bytes"
     if spec.family is Family.COPY_PADDED and spec.trans_a == spec.trans_b:
         return "copies are for NT operands as they are, or for TN operands, transposed"
-    most = 64 if spec.tf32x3 else 128  # with split factors, a step has sums of its own
+    most = 160 if spec.family is Family.GEMM_WS and spec.consumers < 3 else 128
+    if spec.tf32x3:
+        most = 64  # a step has sums of its own
     if spec.bm * spec.bn > most * 32 * spec.multiplying_warps:
         return (
             f"{spec.bm}x{spec.bn} sums take more than {most} registers a thread of "
@@ -193,6 +205,12 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
         return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
     if spec.swap:
         return "it computes upright tiles only"
+    if spec.sliced and not spec.split_k:
+        return "slices of K are a way to split it"
+    if spec.bn not in (16, 32, 64, 96, 128, 160, 192, 256):
+        return f"bn = {spec.bn}: tiles have 96, 160, 192 or a power of two from 16 to 256 columns"
+    if spec.b_columns < spec.bn and spec.split_k and not spec.sliced:
+        return f"tiles of {spec.bn} columns take slices of K only"
     if spec.precision is Precision.IEEE:
         return "wgmma has no ieee precision"
     if spec.dtype is Dtype.F32 and (spec.trans_a or not spec.trans_b):
@@ -213,7 +231,7 @@ def is_launched_early(spec: KernelSpec, sm: int) -> bool:
     to 2.5 times as long on an H200. Those are launched early only with at most a block for each SM
     (`launcher.cc`).
     """
-    return sm == 90 and spec.family is not Family.GEMM_WS
+    return sm == 90 and spec.source != "gemm_ws_x3"
 
 
 def accepts(
@@ -267,8 +285,9 @@ def interpreted(spec: KernelSpec) -> KernelSpec:
     if spec.family is not Family.GEMM_WS:
         return spec
     return replace(
-        spec, family=Family.GEMM_TMA, bm=spec.y_box[0], warps=8, swap=False, split_k=False
-    )
+        spec, family=Family.GEMM_TMA, bm=spec.y_box[0], bn=spec.b_columns, warps=8, swap=False,
+        split_k=False, sliced=False,
+    )  # fmt: skip
 
 
 def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
@@ -321,7 +340,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
 def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
     rows, columns = spec.y_box
     ring = spec.stages * ((spec.bm + spec.bn) * spec.bk * spec.dtype.bytes + 16)
-    stores = 2 * spec.consumers * rows * columns * spec.dtype.bytes
+    buffers = 0 if spec.sliced else 2
+    stores = buffers * spec.consumers * rows * columns * spec.dtype.bytes
     if spec.tf32x3:
         right = spec.bm if spec.swap else spec.bn
         ring += spec.stages * (right * spec.bk * spec.dtype.bytes + 8)  # its lower parts
@@ -436,19 +456,33 @@ NARROW_MMA = (
     Tile(16, 128, 64, 4, 2, "sft"),
     Tile(16, 128, 128, 4, 1, "s"),
 )
-# Warp-specialised, sm_90: on trial. The warps include the loading warpgroup.
+# Warp-specialised, sm_90. The warps include the loading warpgroup; s is split-K by streaming. What
+# counts at middle sizes is that the tiles fill the device once or twice, hence so many.
 SPECIALIZED = (
     Tile(128, 256, 64, 12, 1, "sf"),
-    Tile(256, 128, 64, 12, 1, "s"),
-    Tile(192, 128, 64, 16, 1, "s"),
+    Tile(256, 128, 64, 12, 1, "f"),
+    Tile(192, 192, 64, 16, 1, ""),
+    Tile(192, 128, 64, 16, 1, "sf"),
+    Tile(128, 192, 64, 12, 1, "f"),
     Tile(128, 128, 64, 12, 1, "sf"),
-    Tile(128, 128, 64, 8, 2, "s"),
-    Tile(64, 256, 64, 8, 1, "s"),
-    Tile(64, 128, 64, 8, 2, "sf"),
-    Tile(64, 128, 128, 8, 1, "s"),
-    Tile(128, 64, 64, 8, 2, "s"),
-    Tile(64, 64, 128, 8, 1, "s"),
+    Tile(128, 128, 64, 8, 2, ""),
+    Tile(256, 64, 64, 12, 1, ""),
+    Tile(64, 256, 64, 8, 1, ""),
+    Tile(64, 192, 64, 8, 1, ""),
+    Tile(64, 128, 128, 8, 1, ""),
+    Tile(64, 128, 64, 8, 2, "f"),
+    Tile(64, 64, 128, 8, 1, "f"),
 )
+# The same, K cut into slices that the blocks of a tile add up together: few tiles, long K.
+SLICED = (
+    Tile(128, 128, 64, 12, 1, "f"),
+    Tile(64, 192, 64, 8, 1, ""),
+    Tile(64, 128, 128, 8, 1, ""),
+    Tile(64, 64, 128, 8, 1, "f"),
+    Tile(64, 32, 128, 8, 1, ""),
+)
+# Warp-specialised tiles on trial.
+TRIED = (Tile(192, 64, 64, 16, 1, ""),)
 # The same for split factors, which need another warpgroup that splits: fp32 NT and NN.
 SPECIALIZED_SPLIT = (Tile(128, 128, 64, 16, 1, "sf"), Tile(128, 64, 64, 16, 1, "sf"))
 SPECIALIZED_SPLIT_SWAPPED = (Tile(128, 128, 64, 16, 1, "sf"), Tile(64, 128, 64, 16, 1, "sf"))
@@ -566,13 +600,13 @@ def _expand(tiles: Iterable[Tile], like: KernelSpec, sm: int) -> Iterator[Kernel
             spec = replace(spec, swap=True)
         spec = replace(spec, stages=_stages(spec, sm, tile.per_sm))
         yield spec
-        if "s" in tile.use and not spec.bias_matrix:
+        if "s" in tile.use and not (spec.bias_matrix or spec.sliced):
             yield replace(spec, split_k=True)
 
 
 def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is
-    legal. With `trial`, those of families on trial follow: `gemm_ws`, on sm_90.
+    legal. With `trial`, those on trial follow: tiles of `gemm_ws`, on sm_90.
 
     Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and
     precision at the least alignment, with and without a matrix C. Raises ValueError for an
@@ -606,17 +640,20 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
 
         if dtype is Dtype.F32:
             out += _ieee(aligned, sm)
-    if trial:
+    for specialized, sliced, listed in (
+        (SPECIALIZED, False, True),
+        (SLICED, True, True),
+        (TRIED, False, trial),
+    ):
         for dtype, layout in product(Dtype, (NN, NT)):
-            out += _expand(
-                SPECIALIZED, KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout), sm
-            )
-        split = KernelSpec(
-            Family.GEMM_WS, Dtype.F32, 128, 16, 16, 16, 2, *NT, precision=Precision.IEEE,
-            tf32x3=True,
-        )  # fmt: skip
-        out += _expand(SPECIALIZED_SPLIT, split, sm)
-        out += _expand(SPECIALIZED_SPLIT_SWAPPED, replace(split, trans_b=False), sm)
+            like = KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout)
+            if listed:
+                out += _expand(specialized, replace(like, split_k=sliced, sliced=sliced), sm)
+    split = KernelSpec(
+        Family.GEMM_WS, Dtype.F32, 128, 16, 16, 16, 2, *NT, precision=Precision.IEEE, tf32x3=True,
+    )  # fmt: skip
+    out += _expand(SPECIALIZED_SPLIT, split, sm)
+    out += _expand(SPECIALIZED_SPLIT_SWAPPED, replace(split, trans_b=False), sm)
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 

@@ -70,9 +70,10 @@ def wait_for(counters, helper, block, GROUP: gl.constexpr, CONSUMERS: gl.constex
 
 @gluon.jit
 def store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m, n, M, N,
-               bias_stride_m, bias_stride_n, alpha, beta,
+               bias_stride_m, bias_stride_n, alpha, beta, CHUNK: gl.constexpr,
                GROUP: gl.constexpr, CONSUMERS: gl.constexpr, STREAM_K: gl.constexpr):  # fmt: skip
-    """Y's rows from m, columns from n: alpha * (acc + parts of blocks [helper, block)) + beta * C.
+    """Y's rows from m, columns from n: alpha * (acc + parts of blocks [helper, block)) + beta * C,
+    of which the first chunk of columns is number CHUNK of the tile.
 
     The parts are added in the order of blocks: the sum has the same bits whoever came first.
     Where beta is 0, C is not touched: it may be null.
@@ -106,8 +107,10 @@ def store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m, n, M,
             column = gl.load(bias + offs_m * bias_stride_m, mask=in_m, other=0.0)
             row = gl.load(bias + offs_n * bias_stride_n, mask=in_n, other=0.0)
             tile += beta * (column.to(gl.float32)[:, None] + row.to(gl.float32)[None, :])
-        buffer = y_tiles.index(2 * GROUP + c % 2)
-        tma.store_wait(1 if COUNT > 1 else 0)  # the store that read this buffer last is through
+        buffer = y_tiles.index(2 * GROUP + (CHUNK + c) % 2)
+        # The store that read this buffer last is through: the one before last, but that a tile's
+        # last chunk may have left the buffer of the next one's first.
+        tma.store_wait(1 if CHUNK + c > 0 else 0)
         buffer.reshape([ROWS, WIDTH]).store(tile.to(y_desc.dtype))
         fence_async_shared()
         tma.async_store(y_desc, [z, m, n + c * WIDTH], buffer)

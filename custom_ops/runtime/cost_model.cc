@@ -369,8 +369,9 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
   }
   // The last block of a tile adds up all of its slices; a persistent one has its own at hand, yet
   // at the end of a ragged share it has also stored one of another tile.
-  const double slices =
-      k.persistent ? std::max(1.0, double(blocks) / tiles) - (ragged ? 0 : 1) : split;
+  const double slices = k.sliced       ? 1  // together: a block reads as much as one part
+                        : k.persistent ? std::max(1.0, double(blocks) / tiles) - (ragged ? 0 : 1)
+                                       : split;
   const double fixup = split > 1 ? cost.arrive_us + slices * cost.slice_us : 0;
 
   // The loops and the traffic overlap, yet wait for each other where they take about as long. No

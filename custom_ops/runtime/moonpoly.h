@@ -196,6 +196,10 @@ typedef struct mp_kernel {
   // consumer warpgroup (warps / 4 - 1 of them) of each block a counter.
   int32_t persistent;
   int32_t tf32x3;             // 1: MP_IEEE on tensor cores, by three TF32 products of split factors
+  // 1: a persistent kernel with split_k whose blocks have one of `split` slices of one tile each, and
+  // add up the parts of a tile together; tiles * split is at most what the device holds at once.
+  int32_t sliced;
+  int32_t reserved;
   int64_t cubin_offset, cubin_bytes;  // from the start of the file
 } mp_kernel;
 

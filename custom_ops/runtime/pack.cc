@@ -162,6 +162,9 @@ void Pack::verify_kernel(int index) const {
   if (k.persistent && (k.warps < 8 || k.warps % 4)) {
     refuse(k.name, " is persistent with ", k.warps, " warps: a warpgroup loads, others multiply");
   }
+  if (k.sliced && !(k.persistent && k.split_k)) {
+    refuse(k.name, " has slices of K, but is not persistent or does not split K");
+  }
   if (!is_alignment(k.align_a) || !is_alignment(k.align_b) || !is_alignment(k.align_c)) {
     refuse(k.name, " has alignments other than 2, 4, 8 or 16 bytes");
   }

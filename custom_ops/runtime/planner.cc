@@ -164,16 +164,20 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
     // Up to two tiles a block are streamed; the kernel counts their K steps in 32 bits.
     if (steps * std::min(tiles, 2 * slots) > kMaxExtent) return;
     if (request.only_split > 1) {
-      if (request.only_split <= steps) offer(request.only_split);
+      const bool held = !k.sliced || tiles * request.only_split <= slots;
+      if (request.only_split <= steps && held) offer(request.only_split);
+    } else if (tiles >= slots && k.sliced) {
+      return;
     } else if (tiles >= slots) {
       if (tiles % slots) offer(2);
     } else {
       // Slices of one length, or as many blocks as there are SMs, or slots.
-      const int64_t fill[] = {
-          2, 3, 4, 6, 8, 12, 16, 24, 32, ceil_div(model_.sm_count, tiles), ceil_div(slots, tiles)};
-      for (int64_t split : fill) {
+      const int64_t up = k.sliced ? 0 : tiles - 1;
+      const int64_t fill_sms = (model_.sm_count + up) / tiles, fill_slots = (slots + up) / tiles;
+      for (int64_t split : {int64_t{2}, int64_t{3}, int64_t{4}, int64_t{6}, int64_t{8}, int64_t{12},
+                            int64_t{16}, int64_t{24}, int64_t{32}, fill_sms, fill_slots}) {
         if (split < 2 || split > std::min<int64_t>(kMaxSplit, steps)) continue;
-        if (tiles * split < slots + tiles) offer(static_cast<int>(split));
+        if (tiles * split < slots + (k.sliced ? 1 : tiles)) offer(static_cast<int>(split));
       }
     }
     return;

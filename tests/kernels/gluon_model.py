@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+SWIZZLES = 64, 128  # bytes of a row that lie side by side in shared memory
 PATIENCE = 20.0  # seconds that a wait may take before the ring counts as dead
 KERNELS = Path(__file__).parents[2] / "custom_ops" / "kernels"
 _local = threading.local()
@@ -39,7 +40,9 @@ float16, float32, int32, int64 = (
 class Tensor(np.ndarray):
     """Values; layouts are without meaning here."""
 
-    type = types.SimpleNamespace(layout=types.SimpleNamespace(instr_shape=(16, 0, 16)))
+    type = types.SimpleNamespace(
+        layout=types.SimpleNamespace(instr_shape=(16, 0, 16), cga_layout=())
+    )
 
     def to(self, dtype: Dtype, bitcast: bool = False) -> Tensor:
         if bitcast:
@@ -58,11 +61,14 @@ def tensor(values: Any) -> Tensor:
 
 
 class Pointer:
-    def __init__(self, array: np.ndarray | None, offset: Any = 0) -> None:
+    def __init__(
+        self, array: np.ndarray | None, offset: Any = 0, element_ty: Dtype = float32
+    ) -> None:
         self.array, self.offset = array, offset
+        self.dtype = types.SimpleNamespace(element_ty=element_ty)
 
     def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.array, self.offset + offset)
+        return Pointer(self.array, self.offset + offset, self.dtype.element_ty)
 
 
 class Shared:
@@ -70,6 +76,8 @@ class Shared:
 
     def __init__(self, array: np.ndarray, dtype: Dtype) -> None:
         self.array, self.dtype = array, dtype
+
+    shape = property(lambda self: self.array.shape)
 
     def index(self, at: int) -> Shared:
         return Shared(self.array[at], self.dtype)
@@ -85,6 +93,16 @@ class Shared:
     def slice(self, start: int, length: int) -> Shared:
         return Shared(self.array[start : start + length], self.dtype)
 
+    def reinterpret(self, shape: Sequence[int], layout: Any) -> Shared:
+        """A tile (1, rows, columns) as tiles one behind the other in memory, of as many columns as
+        fill the swizzle, or of fewer rows."""
+        count, _, rows, columns = shape
+        _, tall, wide = self.array.shape
+        assert (rows, columns) in ((tall, wide // count), (tall // count, wide))
+        assert rows < tall or columns * self.array.itemsize in SWIZZLES
+        split = self.array.reshape(tall // rows, rows, wide // columns, columns)
+        return Shared(split.transpose(0, 2, 1, 3).reshape(shape, copy=False), self.dtype)
+
     def store(self, values: Tensor) -> None:
         self.array[...] = values
 
@@ -99,7 +117,8 @@ class Barrier:
         self.changed = threading.Condition()
 
     def init(self, count: int) -> None:
-        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+        self.count = self.pending = count
+        self.bytes = self.phase = 0
 
     def update(self, arrivals: int, transfer: int) -> None:
         with self.changed:
@@ -182,8 +201,12 @@ def warpgroup_mma(
 
 
 def warpgroup_mma_wait(outstanding: int, deps: tuple[Any]) -> Any:
-    (acc,) = deps
-    return acc.finished(outstanding) if isinstance(acc, Accumulator) else acc
+    """Accumulators that are waited for together take turns, so each has an equal part of what may
+    be in flight."""
+    each, odd = divmod(outstanding, len(deps))
+    assert odd == 0
+    done = [acc.finished(each) if isinstance(acc, Accumulator) else acc for acc in deps]
+    return done[0] if len(done) == 1 else tuple(done)
 
 
 # ---- triton.experimental.gluon.language ----------------------------------------------------------
@@ -191,8 +214,19 @@ def arange(start: int, end: int, layout: Any = None) -> Tensor:
     return tensor(np.arange(start, end))
 
 
+def full(shape: Sequence[int], value: float, dtype: Dtype, layout: Any) -> Tensor:
+    return tensor(np.full(shape, value, dtype.numpy))
+
+
 def zeros(shape: Sequence[int], dtype: Dtype, layout: Any) -> Tensor:
-    return tensor(np.zeros(shape, dtype.numpy))
+    return full(shape, 0, dtype, layout)
+
+
+_early = False  # the kernel is launched before the one in front of it has ended
+
+
+def gdc_wait() -> None:
+    _local.waited = True
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
@@ -202,6 +236,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Any:
+    assert _early is False or _local.waited, "a load before the kernel in front has ended"
     offsets, mask = np.broadcast_arrays(pointer.offset, mask)
     if not mask.any():
         return tensor(np.full(offsets.shape, other, np.float32))
@@ -211,11 +246,13 @@ def load(pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier:
     return tensor(np.where(mask, pointer.array[safe], other))
 
 
-def store(pointer: Pointer, values: Any) -> None:
+def store(pointer: Pointer, values: Any, mask: Any = True) -> None:
     assert pointer.array is not None
-    offsets = np.asarray(pointer.offset)
+    assert _early is False or _local.waited, "a store before the kernel in front has ended"
+    offsets, values, mask = np.broadcast_arrays(pointer.offset, values, mask)
+    offsets = offsets[mask]
     assert ((offsets >= 0) & (offsets < pointer.array.size)).all(), "a store outside its array"
-    pointer.array[pointer.offset] = values
+    pointer.array[offsets] = values[mask]
 
 
 _atomics = threading.Lock()
@@ -223,6 +260,7 @@ _atomics = threading.Lock()
 
 def atomic_add(pointer: Pointer, value: int, sem: str) -> int:
     assert pointer.array is not None
+    assert _early is False or _local.waited, "an update before the kernel in front has ended"
     with _atomics:
         old = int(pointer.array[pointer.offset])
         pointer.array[pointer.offset] += value
@@ -247,6 +285,7 @@ def warp_specialize(partitions: Sequence[tuple[Callable[..., None], tuple[Any, .
 def _as_block(block: int, blocks: int, function: Callable[..., None], args: Sequence[Any]) -> Any:
     def work() -> None:
         _local.block, _local.blocks, _local.stores = block, blocks, []
+        _local.waited = False
         _local.stop = time.monotonic() + PATIENCE
         function(*args)
         assert not _local.stores, "TMA stores that nobody waited for"
@@ -274,6 +313,7 @@ def _together(work: Sequence[Callable[[], None]]) -> None:
 
 # ---- language.nvidia.hopper ----------------------------------------------------------------------
 def async_load(desc: Descriptor, at: Sequence[int], barrier: Barrier, target: Shared) -> None:
+    assert _early is False or _local.waited, "a load before the kernel in front has ended"
     source, inside = desc.box(at)
     target.array[...] = 0
     target.array[inside] = desc.array[source]
@@ -281,6 +321,7 @@ def async_load(desc: Descriptor, at: Sequence[int], barrier: Barrier, target: Sh
 
 
 def async_store(desc: Descriptor, at: Sequence[int], source: Shared) -> None:
+    assert _early is False or _local.waited, "a store before the kernel in front has ended"
     target, inside = desc.box(at)
     _local.stores.append((desc.array, target, source.array, inside))
 
@@ -300,7 +341,7 @@ def _module(name: str, **members: Any) -> types.ModuleType:
 def _stand_ins() -> dict[str, types.ModuleType]:
     names = (
         "float16", "float32", "int32", "int64", "arange", "zeros", "load", "store", "atomic_add",
-        "allocate_shared_memory", "warp_specialize",
+        "allocate_shared_memory", "warp_specialize", "full",
     )  # fmt: skip
     language = _module(
         "triton.experimental.gluon.language", **{name: globals()[name] for name in names},
@@ -311,6 +352,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         num_programs=lambda axis: _local.blocks,
         convert_layout=lambda x, layout, assert_trivial=False: x,
         NVMMADistributedLayout=lambda **shape: None, SliceLayout=lambda dim, parent: None,
+        BlockedLayout=lambda *shape: None,
     )  # fmt: skip
     hopper = _module(
         "triton.experimental.gluon.language.nvidia.hopper",
@@ -327,10 +369,16 @@ def _stand_ins() -> dict[str, types.ModuleType]:
             arrive=lambda barrier, pred=True: barrier.update(1, 0) if pred else None,
         ),
     )  # fmt: skip
-    gluon = _module("triton.experimental.gluon", jit=lambda f: f, language=language)
+    gluon = _module(
+        "triton.experimental.gluon", jit=lambda f: f, constexpr_function=lambda f: f,
+        language=language,
+    )  # fmt: skip
+    dependent = _module(
+        "triton.language.extra.cuda", gdc_wait=gdc_wait, gdc_launch_dependents=lambda: None
+    )
     # Its parent, too: `from ... import gluon` asks that for the real one, where it is loaded.
     parent = _module("triton.experimental", gluon=gluon)
-    return {module.__name__: module for module in (parent, gluon, language, hopper)}
+    return {module.__name__: module for module in (parent, gluon, language, hopper, dependent)}
 
 
 @contextlib.contextmanager
@@ -365,6 +413,8 @@ def in_block(block: int, blocks: int, function: Callable[..., Any], *args: Any) 
     return function(*args)
 
 
-def launch(function: Callable[..., None], blocks: int, *args: Any) -> None:
+def launch(function: Callable[..., None], blocks: int, *args: Any, early: bool = False) -> None:
     """Runs a kernel, all blocks at once."""
+    global _early
+    _early = early
     _together([_as_block(block, blocks, function, args) for block in range(blocks)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import gluon_model as model
@@ -88,25 +89,38 @@ def test_every_step_is_computed_once_and_every_part_is_added_once(
         assert max(steps_of) - min(steps_of) <= 1
 
 
+WHOLE, STREAM, SLICED = range(3)  # how K is split
 CASES = [
-    # consumers, bm, bn, bk, stages, m, n, k, batch, blocks, stream, trans_a, trans_b
-    (2, 128, 256, 32, 2, 131, 261, 70, 1, 3, False, False, False),
-    (2, 128, 128, 32, 3, 300, 200, 97, 1, 4, False, False, True),
-    (1, 64, 64, 16, 2, 70, 130, 33, 3, 5, False, False, False),
-    (1, 128, 64, 16, 4, 130, 64, 16, 1, 2, False, True, False),
-    (3, 192, 128, 32, 2, 200, 140, 64, 2, 3, False, False, True),
-    (2, 128, 256, 32, 3, 131, 261, 330, 1, 7, True, False, False),
-    (1, 64, 128, 16, 4, 100, 100, 500, 1, 9, True, False, True),
-    (3, 192, 128, 32, 2, 500, 500, 100, 1, 7, True, False, False),
-    (1, 128, 64, 16, 2, 300, 70, 60, 3, 4, True, False, True),
-    (2, 256, 128, 32, 2, 257, 129, 200, 1, 5, True, False, False),
+    # consumers, bm, bn, bk, stages, m, n, k, batch, blocks, split, trans_a, trans_b
+    (2, 128, 256, 32, 2, 131, 261, 70, 1, 3, WHOLE, False, False),
+    (2, 128, 128, 32, 3, 300, 200, 97, 1, 4, WHOLE, False, True),
+    (1, 64, 64, 16, 2, 70, 130, 33, 3, 5, WHOLE, False, False),
+    (1, 128, 64, 16, 4, 130, 64, 16, 1, 2, WHOLE, True, False),
+    (3, 192, 128, 32, 2, 200, 140, 64, 2, 3, WHOLE, False, True),
+    (2, 128, 256, 32, 3, 131, 261, 330, 1, 7, STREAM, False, False),
+    (1, 64, 128, 16, 4, 100, 100, 500, 1, 9, STREAM, False, True),
+    (3, 192, 128, 32, 2, 500, 500, 100, 1, 7, STREAM, False, False),
+    (1, 128, 64, 16, 2, 300, 70, 60, 3, 4, STREAM, False, True),
+    (2, 256, 128, 32, 2, 257, 129, 200, 1, 5, STREAM, False, False),
+    (1, 64, 64, 16, 4, 61, 100, 500, 1, 16, SLICED, False, True),
+    (2, 128, 128, 32, 2, 200, 130, 330, 2, 24, SLICED, False, False),
+    (3, 192, 128, 32, 2, 100, 136, 97, 1, 6, SLICED, False, False),
+    (1, 64, 64, 16, 2, 64, 64, 400, 1, 19, SLICED, True, False),
+    (2, 128, 192, 32, 3, 300, 400, 100, 1, 4, WHOLE, False, False),
+    (3, 192, 192, 16, 2, 200, 200, 70, 2, 5, WHOLE, False, True),
+    (1, 64, 192, 16, 3, 60, 190, 300, 1, 7, SLICED, False, False),
+    (2, 128, 160, 32, 3, 300, 400, 100, 1, 4, WHOLE, False, False),
+    (1, 64, 96, 16, 2, 200, 200, 70, 2, 5, WHOLE, True, True),
+    (2, 256, 160, 16, 2, 300, 170, 70, 1, 2, WHOLE, False, False),
+    (2, 128, 160, 32, 2, 200, 130, 330, 2, 24, SLICED, False, True),
 ]
 
 
 @pytest.mark.parametrize("bias", ["none", "row", "column", "scalar"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_product(case: tuple[Any, ...], bias: str) -> None:
-    consumers, bm, bn, bk, stages, m, n, k, batch, blocks, stream, trans_a, trans_b = case
+    consumers, bm, bn, bk, stages, m, n, k, batch, blocks, split, trans_a, trans_b = case
+    early = blocks % 2 == 1
     rng = np.random.default_rng(blocks)
     # Small integers: every sum is exact, so that any order of adding up is held to equality.
     a, b = (
@@ -114,14 +128,17 @@ def test_product(case: tuple[Any, ...], bias: str) -> None:
     )
     y = np.full((batch, m, n), np.nan, np.float16)
     rows = bm // consumers
-    width = min(bn, 4096 // rows)
+    part = bn & -bn
+    width = min(part if part == bn else 32, 4096 // rows)
     a_desc = model.Descriptor(
         a.swapaxes(1, 2) if trans_a else a,
         (1, bk, rows) if trans_a else (1, rows, bk),
         model.float16,
     )
     b_desc = model.Descriptor(
-        b.swapaxes(1, 2) if trans_b else b, (1, bn, bk) if trans_b else (1, bk, bn), model.float16
+        b.swapaxes(1, 2) if trans_b else b,
+        (1, part, bk) if trans_b else (1, bk, part),
+        model.float16,
     )
     y_desc = model.Descriptor(y, (1, rows, width), model.float16)
     workspace = np.full(blocks * bm * bn, np.nan, np.float32)
@@ -131,10 +148,12 @@ def test_product(case: tuple[Any, ...], bias: str) -> None:
     alpha, beta = 0.5, 0.0 if bias == "none" else 2.0
     model.launch(
         module("gemm_ws").gemm_ws, blocks, a_desc, b_desc, y_desc,
+        model.Pointer(y.reshape(-1), 0, model.float16), n, m * n,
         model.Pointer(None if bias == "none" else c), model.Pointer(workspace),
         model.Pointer(counters),
         m, n, k, 1, batch, 1, batch, 0, batch, *strides, alpha, beta,
-        bm, bn, bk, 8, trans_a, trans_b, stream, consumers, stages,
+        bm, bn, bk, 8, trans_a, trans_b, split == STREAM, consumers, stages,
+        early, split == SLICED, early=early,
     )  # fmt: skip
     wide = alpha * (a.astype(np.float32) @ b.astype(np.float32))
     at = np.arange(m)[:, None] * strides[0] + np.arange(n)[None, :] * strides[1]
@@ -202,7 +221,7 @@ SPEC = KernelSpec(Family.GEMM_WS, Dtype.F16, 128, 256, 64, 12, 4)
         ({}, 100, "sm_90, not sm_100"),
         ({"warps": 4}, 90, "4 warps"),
         ({"bm": 192}, 90, "bm = 192: each of 2 consumers takes 64 or 128 rows"),
-        ({"bm": 256}, 90, "more than 128 registers"),
+        ({"bm": 256}, 90, "more than 160 registers"),
         ({"swap": True}, 90, "upright"),
         ({"bias_matrix": True}, 90, "vector C"),
         ({"dtype": Dtype.F32, "bk": 32}, 90, "layout nt only"),
@@ -215,12 +234,15 @@ def test_illegal_specs_say_why(changes: dict[str, Any], sm: int, reason: str) ->
     assert reason in (why_illegal(replace(SPEC, **changes), sm) or "")
 
 
-def test_the_family_is_on_trial_on_sm_90_and_each_kernel_has_a_stand_in() -> None:
+def test_the_family_is_for_sm_90_and_each_kernel_has_a_stand_in() -> None:
     for sm in (80, 86, 89, 100, 120):
         assert not any(spec.persistent for spec in specs(sm, trial=True))
     own = [spec for spec in specs(90, trial=True) if spec.persistent]
-    assert specs(90, trial=True) == specs(90) + own
-    assert {(s.dtype, s.trans_b) for s in own} >= {(Dtype.F16, False), (Dtype.F32, True)}
+    assert {(s.dtype, s.trans_b, s.sliced) for s in own} == {
+        (dtype, trans_b, sliced)
+        for dtype, trans_b in [*product((Dtype.F16, Dtype.BF16), (False, True)), (Dtype.F32, True)]
+        for sliced in (False, True)
+    }
     for spec in own:
         other = interpreted(spec)
         assert other.family is Family.GEMM_TMA

@@ -79,6 +79,7 @@ def test_other_version_names_both(tmp_path: Path) -> None:
         ("cubin_offset", 10**9, "cubin outside"),
         ("trans_a", 2, "layout"),
         ("persistent", 1, "persistent with 4 warps"),
+        ("sliced", 1, "slices of K, but is not persistent"),
     ],
 )
 def test_faulty_writer(tmp_path: Path, field: str, value: int, message: str) -> None:

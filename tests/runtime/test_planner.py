@@ -83,6 +83,7 @@ def assert_kernels_accept(pack: native.Pack, p: native.Problem, plan: native.Pla
                 233472 // (k.shared_bytes + 1024), 65536 // (k.registers * 32 * k.warps)
             )
             assert r.grid == min(tiles * r.split, slots)
+            assert not k.sliced or tiles * r.split <= slots
             assert (r.split > 1) == bool(k.split_k)
             assert r.split <= steps
             # A partial tile for each block and a flag for each of its consumers.
@@ -129,9 +130,9 @@ def test_rows_beyond_i32_become_regions(catalog: native.Pack) -> None:
 
 def test_batch_is_cut_where_a_grid_would_overflow(catalog: native.Pack) -> None:
     batch = 2**31 - 1000
-    plan = catalog.plan(h200(), problem(256, 16, 8, batch=batch, a_mod=batch, b_mod=batch))
+    plan = catalog.plan(h200(), problem(1024, 16, 8, batch=batch, a_mod=batch, b_mod=batch))
     assert plan.region_count > 1
-    assert_covers_once(problem(256, 16, 8, batch=batch), plan)
+    assert_covers_once(problem(1024, 16, 8, batch=batch), plan)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,25 @@ def test_persistent_blocks_stream_what_does_not_fill_the_device(catalog: native.
     with pytest.raises(errors.ProblemError):
         catalog.plan(h200(), problem(128 * 132, 128, 4096), kernel=index)
     assert kernel.warps == 12
+
+
+def test_slices_are_no_more_than_the_device_holds(catalog: native.Pack) -> None:
+    for index, kernel in enumerate(catalog.kernels):
+        if not kernel.sliced:
+            continue
+        most = 132 * native.blocks_per_sm(kernel, h200())
+        p = problem(kernel.bm * 10, kernel.bn, 1 << 20, trans_b=kernel.trans_b, dtype=kernel.dtype)
+        for split in (0, 2, most // 10):
+            plan = catalog.plan(h200(), p, kernel=index, split=split)
+            assert plan.regions[0].split == split or split == 0
+            assert_kernels_accept(catalog, p, plan)
+        with pytest.raises(errors.ProblemError, match="cannot cut K"):
+            catalog.plan(h200(), p, kernel=index, split=most // 10 + 1)
+        wide = problem(
+            kernel.bm * most, kernel.bn, 4096, trans_b=kernel.trans_b, dtype=kernel.dtype
+        )
+        with pytest.raises(errors.ProblemError):
+            catalog.plan(h200(), wide, kernel=index)
 
 
 def test_forced_choices(catalog: native.Pack) -> None:

@@ -65,6 +65,7 @@ class TinyKernel:
     align: int = 16
     align_c: int = 0  # 0: as the others
     waits: int = 0  # pointer kernels: compiled for programmatic dependent launch
+    sliced: int = 0
     cubin: bytes = b""
 
     @property
@@ -76,13 +77,13 @@ class TinyKernel:
         name = (
             f"{native.Family(self.family).name.lower()}_{self.dtype}{self.precision}_"
             f"{self.trans_a}{self.trans_b}_{self.bm}x{self.bn}x{self.bk}_w{self.warps}_"
-            f"s{self.stages}_k{self.split_k}_b{self.bias_matrix}_a{self.align}_x{self.swap}"
+            f"s{self.stages}_k{self.split_k}_b{self.bias_matrix}_a{self.align}_x{self.swap}_l{self.sliced}"
         )
         record._name = name.encode()
         record._entry = b"kernel"
         for field in (
             "family", "dtype", "precision", "trans_a", "trans_b", "bm", "bn", "bk", "warps",
-            "stages", "split_k", "swap", "bias_matrix",
+            "stages", "split_k", "swap", "bias_matrix", "sliced",
         ):  # fmt: skip
             setattr(record, field, getattr(self, field))
         record.group_m = 8
@@ -96,6 +97,8 @@ class TinyKernel:
             native.Family.GEMM_POINTER, native.Family.GEMM_WS
         )  # fmt: skip
         if self.family not in (native.Family.GEMM_POINTER, native.Family.COPY_PADDED):
+        record.dependent_launch = self.family != native.Family.GEMM_POINTER
+        if self.family != native.Family.GEMM_POINTER:
             boxes = ((self.bm, self.bk), (self.bk, self.bn), (self.bm, self.bn))
             for shape, (rows, columns) in zip(record.desc, boxes, strict=True):
                 shape.box[:] = (1, rows, min(columns, 128 // self.element_bytes))
@@ -127,6 +130,9 @@ def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
                     kernels.append(
                         TinyKernel(family=2, bm=bn, bn=bn, warps=warps, split_k=split, **common)
                     )
+                kernels.append(
+                    TinyKernel(family=2, bm=128, bn=64, warps=8, split_k=1, sliced=1, **common)
+                )
             for align in (16, least):
                 for split in (0, 1):
                     kernels.append(
