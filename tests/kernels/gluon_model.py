@@ -345,8 +345,9 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     language = _module(
         "triton.experimental.gluon.language", **{name: globals()[name] for name in names},
-        constexpr=Any, static_range=range, where=where, max=lambda x, axis: np.max(x, axis),
-        static_assert=lambda condition: None, BlockedLayout=lambda *shape: None,
+        constexpr=lambda value: value, static_range=range, where=where,
+        max=lambda x, axis: np.max(x, axis),
+        static_assert=lambda condition: None,
         DotOperandLayout=lambda index, parent, width: None,
         minimum=min, maximum=max, program_id=lambda axis: _local.block, barrier=lambda: None,
         num_programs=lambda axis: _local.blocks,

@@ -93,12 +93,8 @@ class TinyKernel:
         record.shared_bytes = (self.bm + self.bn) * self.bk * self.element_bytes * self.stages
         record.registers = 128
         record.param_offset, record.param_count = param_offset, len(params)
-        record.dependent_launch = self.waits or self.family not in (
-            native.Family.GEMM_POINTER, native.Family.GEMM_WS
-        )  # fmt: skip
+        record.dependent_launch = self.waits or self.family != native.Family.GEMM_POINTER
         if self.family not in (native.Family.GEMM_POINTER, native.Family.COPY_PADDED):
-        record.dependent_launch = self.family != native.Family.GEMM_POINTER
-        if self.family != native.Family.GEMM_POINTER:
             boxes = ((self.bm, self.bk), (self.bk, self.bn), (self.bm, self.bn))
             for shape, (rows, columns) in zip(record.desc, boxes, strict=True):
                 shape.box[:] = (1, rows, min(columns, 128 // self.element_bytes))
