@@ -22,7 +22,9 @@ BIAS_M, BIAS_N, ALPHA, BETA, NULL, BATCH, ORDER = 25, 26, 27, 28, 29, 30, 31
 _MIDDLE = [PTR_BIAS, PTR_WORKSPACE, PTR_COUNTERS, M, N, K, SPLIT, A_DIV, A_MOD, B_DIV, B_MOD, Z0]
 _END = [BIAS_M, BIAS_N, ALPHA, BETA, NULL, NULL]
 TMA_PARAMS = [DESC_A, DESC_B, DESC_Y, *_MIDDLE, ORDER, *_END]
-WS_PARAMS = [DESC_A, DESC_B, DESC_Y, *(p for p in _MIDDLE if p != SPLIT), BATCH, *_END]
+WS_PARAMS = [
+    DESC_A, DESC_B, DESC_Y, PTR_Y, LDC, C_BATCH, *(p for p in _MIDDLE if p != SPLIT), BATCH, *_END,
+]  # fmt: skip
 POINTER_PARAMS = [
     PTR_A, PTR_B, PTR_Y, *_MIDDLE, LDA, LDB, LDC, A_BATCH, B_BATCH, C_BATCH, *_END,
 ]  # fmt: skip
@@ -30,7 +32,7 @@ PARAMS = {
     native.Family.GEMM_TMA: TMA_PARAMS,
     native.Family.GEMM_POINTER: POINTER_PARAMS,
     native.Family.GEMM_WS: WS_PARAMS,
-    native.Family.GEMM_TMA_MASKED: [DESC_A, DESC_B, PTR_Y, *_MIDDLE, LDC, C_BATCH, *_END],
+    native.Family.GEMM_TMA_MASKED: [DESC_A, DESC_B, PTR_Y, *_MIDDLE, ORDER, LDC, C_BATCH, *_END],
     native.Family.COPY_PADDED: [
         PTR_A,
         PTR_Y,
