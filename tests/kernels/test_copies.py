@@ -113,7 +113,7 @@ def dense(dtype: native.Dtype, m: int, n: int, k: int, **changes: int) -> native
 def test_large_unaligned_products_are_planned_with_copies(pack: native.Pack) -> None:
     plan = pack.plan(DEVICE, dense(native.Dtype.F16, 4096, 1000, 2047))
     assert [operand for operand, _ in plan.copies] == ["a"]
-    assert SPECS[plan.regions[0].kernel].family is Family.GEMM_TMA
+    assert SPECS[plan.regions[0].kernel].family in (Family.GEMM_TMA, Family.GEMM_WS)
     plan = pack.plan(DEVICE, dense(native.Dtype.F16, 4096, 1001, 2048))
     assert [operand for operand, _ in plan.copies] == ["b"]
     assert SPECS[plan.regions[0].kernel].family is Family.GEMM_TMA_MASKED
