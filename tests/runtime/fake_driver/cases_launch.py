@@ -335,3 +335,15 @@ def test_short_pointer_kernels_are_launched_early_with_a_block_for_each_sm_at_mo
         plan = pack.plan(native.device_query(0), case.problem)
         launcher.launch(case.problem, plan, a=case.a.address, b=case.b.address, y=case.y.address)
         assert driver.fake_launched_early(0) == early
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 5, 1000), (1, 1, 7), (40, 64, 512), (40, 64, 2048)])
+@pytest.mark.parametrize("bias", [native.Bias.NONE, native.Bias.MATRIX])
+def test_dot_products(tmp_path: Path, m: int, n: int, k: int, bias: native.Bias) -> None:
+    kernel = tp.TinyKernel(
+        family=6, dtype=0, bm=2, bn=4, bk=512, trans_b=1, align=2, bias_matrix=1
+    )  # fmt: skip
+    path = tp.write_pack(tmp_path / "sm_90.mpk", [replace(kernel, cubin=fake_cubin(kernel))])
+    case = Case(m, n, k, trans_b=1, batch=2, bias=bias, bias_shape=(m, n) if bias else (1, 1))
+    with native.Pack(path) as pack, native.Launcher(pack, 0) as launcher:
+        case.run(launcher, pack, pack.plan(native.device_query(0), case.problem))
