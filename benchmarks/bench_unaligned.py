@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bench_kernels import HEAD, SPLITS, Bench, Shape, product_bytes, read_shapes
+from benchmarks.bench_kernels import HEAD, Bench, Shape, product_bytes, read_shapes
 from benchmarks.machine import Setting, architecture, unpacked
 from benchmarks.measuring import Launch, Sweep, geometric_mean, launches_per_sweep, rotation
 from benchmarks.operands import (
@@ -39,6 +39,7 @@ from benchmarks.recording import say
 from benchmarks.running import Provider
 from moonpoly_ort import native, packs
 from moonpoly_ort.errors import MoonPolyError
+from moonpoly_ort.tuning.candidates import SPLITS
 
 COLUMNS = [*HEAD, "way", "kernel", "split", "chosen", "predicted_us", "us"]
 SLOWEST = 2.5  # candidates predicted this many times slower than the best are left out

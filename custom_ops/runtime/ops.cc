@@ -177,7 +177,8 @@ class CudaKernel final : public Kernel {
     launcher_->load(op.dtype, op.dtype == MP_F32 ? op.settings->precision : MP_TF32);
     if (takes_vendor(op.settings->vendor, *planner_)) load_vendor(op.settings->vendor, info);
     if (op.settings->repack) {
-      weight_ = RepackedWeight::on_device(ort_, info, element_, gemm_.trans_b, launcher_);
+      weight_ =
+          RepackedWeight::on_device(ort_, info, element_, gemm_.trans_b, *planner_, launcher_);
     }
     warn_once_without_table(ort_, info, *planner_);
   }
@@ -271,7 +272,7 @@ class InterpretedKernel final : public Kernel {
     const int pack_sm = static_cast<int>(pack_->header().sm);
     planner_ = pack_->planner(gpu && device.sm == pack_sm ? device : reference_device(pack_sm));
     if (op.settings->repack) {
-      weight_ = RepackedWeight::on_host(ort_, info, element_, gemm_.trans_b, *pack_);
+      weight_ = RepackedWeight::on_host(ort_, info, element_, gemm_.trans_b, *planner_, *pack_);
     }
   }
 

@@ -164,6 +164,8 @@ double copy_us(const mp_problem& p, const mp_copy& copy, int operand, const mp_k
   return model.launch_us + kCopyLatencyUs + std::max(traffic, issue);
 }
 
+bool Planner::usable(const mp_copy& copy) const { return costs_[copy.kernel].legal; }
+
 // Weighs copies of the operands against the plan at hand, which has none. One more search at most,
 // since a kernel that is worth a copy wants both operands aligned.
 void Planner::consider_copies(const mp_problem& p, const PlanRequest& request, bool forced,
@@ -179,20 +181,29 @@ void Planner::consider_copies(const mp_problem& p, const PlanRequest& request, b
       if (forced) fail(MP_NO_KERNEL, "the operands are too large for a copy, or K is 0");
       return;
     }
+    if (!usable(copy)) {
+      const char* name = pack_.kernel(copy.kernel).name;
+      if (forced) fail(MP_NO_KERNEL, "kernel ", name, " is excluded on ", device_.name);
+      return;
+    }
     us += copy_us(p, copy, operand, pack_.kernel(copy.kernel), model_);
   }
   if (!has_copies(plan) || (!forced && us + model_.launch_us >= out->predicted_us)) return;
   const mp_problem q = copied(p, plan);
-  const auto takes = [&](int index) {
-    return costs_[index].legal && !refusal(pack_.kernel(index), q);
-  };
-  const auto& kernels =
-      pack_.kernels_of(q.dtype, q.dtype == MP_F32 ? q.precision : MP_TF32, q.trans_a, q.trans_b);
-  if (std::none_of(kernels.begin(), kernels.end(), takes)) return;
   mp_region area{};
   area.m = q.m;
   area.n = q.n;
   area.z = q.batch;
+  const Extent extent = extent_of(q, area);
+  const auto takes = [&](int index) {
+    if (!costs_[index].legal || refusal(pack_.kernel(index), q)) return false;
+    Choice choice;
+    consider(index, extent, request, &choice);
+    return choice.kernel >= 0;  // else it cannot cut K as it is asked to
+  };
+  const auto& kernels =
+      pack_.kernels_of(q.dtype, q.dtype == MP_F32 ? q.precision : MP_TF32, q.trans_a, q.trans_b);
+  if (std::none_of(kernels.begin(), kernels.end(), takes)) return;
   cover(q, area, request, &plan);
   plan.predicted_us += us;
   if (!forced && plan.predicted_us >= out->predicted_us) return;

@@ -232,7 +232,8 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const Plan
     if (best.kernel < 0) {
       fail(MP_INVALID, "kernel ", k.name, " cannot cut K = ", e.k, " into ", request.only_split,
            " slices (0: any): it ", k.split_k ? "needs 2 to " : "takes 1, not ",
-           k.split_k ? ceil_div(e.k, k.bk) : request.only_split);
+           k.split_k ? ceil_div(e.k, k.bk) : request.only_split,
+           k.sliced ? ", and its slices of all tiles must fit the GPU at once" : "");
     }
     return best;
   }

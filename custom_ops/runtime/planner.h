@@ -58,6 +58,8 @@ class Planner {
   // Whether they tell of cuBLASLt too, so that it may be chosen.
   bool has_vendor() const { return offers_vendor_; }
   const mp_device& device() const { return device_; }
+  // Whether the device and its performance table let a copy's kernel run.
+  bool usable(const mp_copy& copy) const;
 
  private:
   struct Choice {

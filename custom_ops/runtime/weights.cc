@@ -7,6 +7,7 @@
 #include "launcher.h"
 #include "pack.h"
 #include "packing.h"
+#include "planner.h"
 
 namespace moonpoly {
 namespace {
@@ -59,12 +60,13 @@ void copy_rows(const mp_problem& p, const mp_copy& copy, const void* from, void*
 
 std::unique_ptr<RepackedWeight> RepackedWeight::on_device(const Ort& ort, const OrtKernelInfo* info,
                                                           Element element, bool trans_b,
+                                                          const Planner& planner,
                                                           std::shared_ptr<Launcher> launcher) {
   mp_problem p;
   const void* stored;
   if (!constant_b(ort, info, element, trans_b, &p, &stored)) return nullptr;
   const mp_copy copy = repacked(launcher->pack(), p);
-  if (copy.bytes == 0) return nullptr;
+  if (copy.bytes == 0 || !planner.usable(copy)) return nullptr;
   CurrentContext current(launcher->context());
   if (!is_device_memory(stored)) return nullptr;
   std::unique_ptr<RepackedWeight> weight(new RepackedWeight);
@@ -88,12 +90,12 @@ std::unique_ptr<RepackedWeight> RepackedWeight::on_device(const Ort& ort, const 
 
 std::unique_ptr<RepackedWeight> RepackedWeight::on_host(const Ort& ort, const OrtKernelInfo* info,
                                                         Element element, bool trans_b,
-                                                        const Pack& pack) {
+                                                        const Planner& planner, const Pack& pack) {
   mp_problem p;
   const void* stored;
   if (!constant_b(ort, info, element, trans_b, &p, &stored)) return nullptr;
   const mp_copy copy = repacked(pack, p);
-  if (copy.bytes == 0) return nullptr;
+  if (copy.bytes == 0 || !planner.usable(copy)) return nullptr;
   std::unique_ptr<RepackedWeight> weight(new RepackedWeight);
   weight->copy_ = copy;
   weight->host_.resize(copy.bytes + 16);

@@ -15,6 +15,7 @@ namespace moonpoly {
 
 class Launcher;
 class Pack;
+class Planner;
 
 class RepackedWeight {
  public:
@@ -22,10 +23,12 @@ class RepackedWeight {
   // it, of which the session's log then tells. The copy is complete on return.
   static std::unique_ptr<RepackedWeight> on_device(const Ort& ort, const OrtKernelInfo* info,
                                                    Element element, bool trans_b,
+                                                   const Planner& planner,
                                                    std::shared_ptr<Launcher> launcher);
   // The same on the CPU, for the interpreter backend.
   static std::unique_ptr<RepackedWeight> on_host(const Ort& ort, const OrtKernelInfo* info,
-                                                 Element element, bool trans_b, const Pack& pack);
+                                                 Element element, bool trans_b,
+                                                 const Planner& planner, const Pack& pack);
   ~RepackedWeight();
   RepackedWeight(const RepackedWeight&) = delete;
   RepackedWeight& operator=(const RepackedWeight&) = delete;

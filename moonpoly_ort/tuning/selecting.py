@@ -4,7 +4,7 @@ Backward elimination, class by class (dtype, precision, layout). The loss of a s
 the shapes of log(best time within the set / best time of all). Again and again the kernel whose
 removal costs least goes, as long as the loss stays within `MEAN_LOSS` and no shape loses more than
 `WORST_LOSS`. What no timing speaks of stays: kernels that were not timed, those with a matrix C,
-and those without which some problem would have no kernel at all.
+those that multiply copies, and those without which some problem would have no kernel at all.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def _eliminate(kernels: list[native.KernelRecord], shapes: list[list[Timed]]) ->
     best = times.min(axis=1)
     kept = np.ones(len(kernels), bool)
     fixed = np.array([bool(kernel.bias_matrix) for kernel in kernels])
+    # Those that multiply copies of operands are timed on operands as they are stored.
+    fixed |= np.array([kernel.family == native.Family.GEMM_TMA_MASKED for kernel in kernels])
     fixed |= ~np.isfinite(times).any(axis=0)
     needs = _problems(kernels)
     while True:
@@ -94,7 +96,8 @@ def _problems(kernels: list[native.KernelRecord]) -> list[np.ndarray]:
     found = []
     for a, b, c, matrix, empty in product(aligns, aligns, aligns, (False, True), (False, True)):
         takes = np.array([
-            not kernel.split_k and kernel.align_a <= a and kernel.align_b <= b
+            kernel.family != native.Family.COPY_PADDED
+            and not kernel.split_k and kernel.align_a <= a and kernel.align_b <= b
             and kernel.align_c <= c and (not matrix or bool(kernel.bias_matrix))
             and (not empty or kernel.family == native.Family.GEMM_POINTER)
             for kernel in kernels

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases_launch import Case
-from fake_gpu import Aligned, driver, execute, launches, write_fake_pack
+from fake_gpu import Aligned, argument_sizes, driver, execute, launches, write_fake_pack
 from fake_ort import Context, FakeOrt
 
 from moonpoly_ort import errors, native
@@ -163,7 +163,7 @@ def masked(pack: native.Pack, launch: Any) -> native.KernelRecord:
     return next(
         k for k in pack.kernels
         if k.family == native.Family.GEMM_TMA_MASKED and k.dtype == 0
-        and len(launch.raw) == 14 + 1 + 12 + 2 + 6
+        and [len(value) for value in launch.raw] == argument_sizes(k)
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fake_gpu import (
     Aligned,
+    argument_sizes,
     driver,
     execute,
     launches,
@@ -76,15 +77,21 @@ class Node:
         assert sorted(self.ort.freed) == sorted(self.ort.scratch_memory)
         return context
 
+    def counters(self, inputs: Sequence[Aligned | None]) -> object:
+        """Where the only launch has its counters."""
+        ((launch,), (record,)) = launches(), self._records(inputs)
+        (address,) = launch.decode(record)[tp.PTR_COUNTERS]
+        return address
+
     def _records(self, inputs: Sequence[Aligned | None]) -> list[native.KernelRecord]:
         shared = [launch.shared for launch in launches()]
-        sizes = [len(launch.raw) for launch in launches()]
+        sizes = [[len(value) for value in launch.raw] for launch in launches()]
         out = []
         for launch, want_shared, arguments in zip(launches(), shared, sizes, strict=True):
             for record in self.pack.kernels:
                 if record.shared_bytes != want_shared or launch.block != 32 * record.warps:
                     continue
-                if arguments != {0: 40, 1: 27, 2: 39}[record.family] or record.dtype != 0:
+                if arguments != argument_sizes(record) or record.dtype != 0:
                     continue
                 values = launch.decode(record)
                 if record.persistent:  # the grid does not tell whether K is cut
@@ -166,16 +173,16 @@ def test_split_k_takes_stream_counters_and_scratch(pack_path: Path) -> None:
     node = Node(pack_path)
     x, y = array(1, 8192), array(8192, 64)
     first = node.run([x, y])
-    (launch,) = launches()
     check(first, exact(x) @ exact(y))
-    counters = launch.raw[9 + 14]
+    counters = node.counters([x, y])
+    assert counters
     assert len(first.scratch) == 1
     assert memsets() == []
     # the same stream takes the same counters; another stream others
     node.run([x, y])
-    assert launches()[0].raw[9 + 14] == counters
+    assert node.counters([x, y]) == counters
     node.run([x, y], stream=0xABC)
-    assert launches()[0].raw[9 + 14] != counters
+    assert node.counters([x, y]) != counters
 
 
 def test_capture_clears_counters_in_scratch(pack_path: Path) -> None:
@@ -208,7 +215,7 @@ def test_streams_beyond_the_slots_use_scratch(pack_path: Path) -> None:
     for number in range(1, 70):
         driver.fake_reset()
         node.launch([x, y], 0x100 * number)
-        seen.add(launches()[0].raw[9 + 14])
+        seen.add(node.counters([x, y]))
         assert len(memsets()) == (number > 64)
     assert len(seen) >= 64
 

@@ -34,8 +34,13 @@ def _params(kernel: native.KernelRecord | tp.TinyKernel) -> list[int]:
     return tp.PARAMS[native.Family(kernel.family)]
 
 
+def argument_sizes(kernel: native.KernelRecord | tp.TinyKernel) -> list[int]:
+    """Bytes of every argument of a launch."""
+    return [size for code in _params(kernel) for size in _SIZES[code]]
+
+
 def fake_cubin(kernel: tp.TinyKernel) -> bytes:
-    sizes = [size for code in _params(kernel) for size in _SIZES[code]]
+    sizes = argument_sizes(kernel)
     return b"FAKE" + struct.pack(f"<{len(sizes) + 1}i", len(sizes), *sizes)
 
 

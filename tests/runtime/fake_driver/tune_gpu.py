@@ -99,9 +99,13 @@ class Bench:
         self, index: int, kernel: native.KernelRecord, grid: int, m: int, n: int, k: int,
         values: dict[int, list[object]],
     ) -> float:  # fmt: skip
-        split = int(values[tp.SPLIT][0])  # type: ignore[call-overload]
         tiles = -(-m // kernel.bm) * -(-n // kernel.bn)
-        batch = grid // (tiles * split)
+        if kernel.persistent:  # its blocks work out by themselves what is theirs
+            batch = int(values[tp.BATCH][0])  # type: ignore[call-overload]
+            split = max(2, -(-grid // (tiles * batch))) if kernel.split_k else 1
+        else:
+            split = int(values[tp.SPLIT][0])  # type: ignore[call-overload]
+            batch = grid // (tiles * split)
         problem = native.Problem(
             dtype=kernel.dtype, precision=kernel.precision, trans_a=kernel.trans_a,
             trans_b=kernel.trans_b, m=m, n=n, k=k, batch=batch, lda=m if kernel.trans_a else k,
