@@ -155,7 +155,7 @@ def _divisors(spec: KernelSpec) -> dict[str, int]:
     if spec.family is Family.COPY_PADDED:
         return {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     divisors = {"workspace": 16} if "workspace" in PARAMETERS[spec.source] else {}
-    if spec.family is Family.GEMM_WS:
+    if spec.source == "gemm_ws":
         return divisors | {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     if spec.family.tensor_maps:
         return divisors
