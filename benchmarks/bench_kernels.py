@@ -39,17 +39,17 @@ from benchmarks.measuring import (
     rotation,
     time_graphs,
 )
-from benchmarks.operands import DTYPES, NUMBERS, Operands, Product, dense
+from benchmarks.operands import DTYPES, NUMBERS, Operands, Product, dense, dense_problem
 from benchmarks.recording import say
 from benchmarks.running import Provider
-from moonpoly_ort import native, packs, tuning
+from moonpoly_ort import native, packs
 from moonpoly_ort.tuning.candidates import Candidate, Kernels, promising
 from moonpoly_ort.tuning.shapes import anchors
 
 HEAD = ["id", "class", "dtype", "layout", "m", "n", "k"]
 PLAN_HEAD = [*HEAD, "kernel", "split", "regions", "predicted_us", "us", "low_us", "high_us",
              "cublas_us", "cublas_low_us", "cublas_high_us", "speedup"]  # fmt: skip
-ORACLE_HEAD = [*HEAD, "kernel", "split", "predicted_us", "us"]
+ORACLE_HEAD = [*HEAD, "kernel", "split", "predicted_us", "us", "batch"]
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,15 @@ class Shape:
     k: int
     dtype: str = "f16"
     layout: str = "nn"  # n: stored as multiplied, t: transposed; A, then B
+    batch: int = 1
 
     def product(self) -> Product:
         dtype, precision = NUMBERS[self.dtype]
-        return dense(self.m, self.n, self.k, dtype, self.layout, precision)
+        return dense(self.m, self.n, self.k, dtype, self.layout, precision, self.batch)
 
     def problem(self) -> native.Problem:
-        return tuning.Shape(self.dtype, self.layout, self.m, self.n, self.k).problem()
+        dtype, precision = NUMBERS[self.dtype]
+        return dense_problem(self.m, self.n, self.k, dtype, self.layout, precision, self.batch)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -144,7 +146,7 @@ class Bench:
         product = shape.product()
         sets = rotation(product_bytes(product), self.l2_bytes)
         size = DTYPES[product.dtype].itemsize
-        floor = Ceilings().floor_us(shape.m, shape.n, shape.k, 1, size)
+        floor = Ceilings().floor_us(shape.m, shape.n, shape.k, shape.batch, size)
         return self.allocate(product, sets), launches_per_graph(floor, sets)
 
     def allocate(self, product: Product, sets: int) -> list[Operands]:
@@ -167,7 +169,9 @@ class Bench:
 
         def launch(index: int) -> None:
             one = operands[index]
-            a, b, y = one.a.view[0], one.b.view[0], one.y.view[0]
+            a, b, y = one.a.view, one.b.view, one.y.view
+            if one.product.batch == 1:
+                a, b, y = a[0], b[0], y[0]
             product = one.product
             torch.matmul(a.mT if product.trans_a else a, b.mT if product.trans_b else b, out=y)
 
@@ -192,11 +196,11 @@ class Bench:
         )  # fmt: skip
         return cublas.median / ours.median
 
-    def oracle(self, shape: Shape, rounds: int, slowest: float) -> None:
+    def oracle(self, shape: Shape, rounds: int, slowest: float, splits: int = 3) -> None:
         """Every legal (kernel, split), the planner's and cuBLAS among them; one row each.
 
         A candidate predicted more than `slowest` times slower than the best one is left out, and
-        of a kernel's splits those but the three that promise most.
+        of a kernel's splits those but the `splits` that promise most.
         """
         product = shape.product()
         problem = shape.problem()
@@ -214,13 +218,13 @@ class Bench:
         sweep = Sweep(sets, launches, 2 * self.l2_bytes, rounds, device)
         rows = [
             (choice, sweep.time(self.ours(operands, choice.plan)))
-            for choice in promising(choices, slowest)
+            for choice in promising(choices, slowest, splits)
         ]
         cublas = sweep.time(self.cublas(operands))
         for choice, us in rows:
             self.write(shape, kernel=choice.name, split=choice.split,
-                       predicted_us=choice.plan.predicted_us, us=us)  # fmt: skip
-        self.write(shape, kernel="cublas", split=1, us=cublas)
+                       predicted_us=choice.plan.predicted_us, us=us, batch=shape.batch)  # fmt: skip
+        self.write(shape, kernel="cublas", split=1, us=cublas, batch=shape.batch)
         measured = {(choice.kernel, choice.split): us for choice, us in rows}
         best, mine = min(measured.values()), measured.get((chosen.kernel, chosen.split))
         share = f"{best / mine:.3f} of the best" if mine else "not among those measured"
@@ -255,7 +259,7 @@ class Bench:
 
 
 def product_bytes(p: Product) -> int:
-    return (p.m * p.k + p.k * p.n + p.m * p.n) * DTYPES[p.dtype].itemsize
+    return p.batch * (p.m * p.k + p.k * p.n + p.m * p.n) * DTYPES[p.dtype].itemsize
 
 
 def device_facts(setting: Setting) -> dict[str, Any]:

@@ -325,25 +325,32 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def dense(
-    m: int, n: int, k: int, dtype: str, layout: str = "nn", precision: str = "tf32"
+    m: int, n: int, k: int, dtype: str, layout: str = "nn", precision: str = "tf32", batch: int = 1
 ) -> Product:
-    """A product of dense matrices at aligned addresses, as a runtime hands them over.
+    """A product of dense matrices at aligned addresses, as the runtime hands them over: with a
+    single row or column of Y, what is one row of memory is described as one.
 
     `layout` is two of n (stored as multiplied) and t (stored transposed), for A and for B.
     """
     size = DTYPES[dtype].itemsize
     trans_a, trans_b = layout[0] == "t", layout[1] == "t"
+    if n == 1 and m > 1:
+        m, n, trans_a, trans_b = n, m, not trans_b, not trans_a
+    trans_a, trans_b = trans_a and m > 1, trans_b or n == 1
     columns = (m if trans_a else k, k if trans_b else n, n)
     align_a, align_b, align_c = (math.gcd(count * size, 16) for count in columns)
     return Product(
-        m, n, k, dtype, precision, trans_a=trans_a, trans_b=trans_b,
+        m, n, k, dtype, precision, batch, trans_a=trans_a, trans_b=trans_b,
+        a_map=(1, batch), b_map=(1, batch),
         align_a=align_a, align_b=align_b, align_c=align_c, packed=True,
     )  # fmt: skip
 
 
 def dense_problem(
-    m: int, n: int, k: int, dtype: str, layout: str = "nn", precision: str = "tf32"
+    m: int, n: int, k: int, dtype: str, layout: str = "nn", precision: str = "tf32", batch: int = 1
 ) -> native.Problem:
     """The `mp_problem` of `dense`, for planning only: nothing is allocated."""
     number = "f32ieee" if precision == "ieee" else dtype
-    return Shape(number, layout, m, n, k).problem()
+    p = dense(m, n, k, dtype, layout, precision, batch)
+    own = "nt"[p.trans_a] + "nt"[p.trans_b]
+    return Shape(number, own, p.m, p.n, p.k, batch).problem()

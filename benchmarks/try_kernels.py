@@ -18,9 +18,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+
+from moonpoly_ort.custom_ops.kernels.spec import name, small_specs
 
 from benchmarks import checks_kernels
 from benchmarks.bench_kernels import ORACLE_HEAD, Bench, Shape, read_shapes
@@ -28,6 +31,7 @@ from benchmarks.machine import Setting, architecture, unpacked
 from benchmarks.measuring import geometric_mean
 from benchmarks.recording import Recorder, plain, run_section, say
 from benchmarks.running import Provider
+from benchmarks.small_shapes import small_shapes
 from moonpoly_ort import packs
 
 # (N, K) of weights, and rows of activations, where tiles of the SMs' number and long K matter.
@@ -36,6 +40,12 @@ WEIGHTS = (
     ("llama", 4096, 11008), ("long-k", 128, 16384), ("long-k", 1024, 8192),
 )  # fmt: skip
 ROWS = (64, 128, 200, 333, 777, 1500, 4096)
+
+
+def is_new(only: str, small: bool) -> Callable[[str], bool]:
+    """Whether a kernel of this name is on trial."""
+    names = {name(spec) for spec in small_specs(90)} if small else set()
+    return lambda kernel: kernel in names if small else only in kernel
 
 
 def shapes(path: Path | None, dtypes: list[str], layouts: list[str]) -> list[Shape]:
@@ -64,7 +74,7 @@ def check(setting: Setting, folder: Path, seconds: float) -> frozenset[str]:
 
 def measure(
     setting: Setting, folder: Path, wanted: list[Shape], avoid: frozenset[str], rounds: int,
-    slowest: float, record: Recorder,
+    slowest: float, splits: int, record: Recorder,
 ) -> None:  # fmt: skip
     import torch
 
@@ -78,33 +88,36 @@ def measure(
         if record.time_left() < 5:
             say(f"the time is up; {len(left) - count} of {len(left)} shapes are left")
             break
-        bench.oracle(shape, rounds, slowest)
+        bench.oracle(shape, rounds, slowest, splits)
     record.note("shapes measured", len(bench.done) + len(left))
 
 
-def summary(path: Path, only: str) -> str:
+def summary(path: Path, new: Callable[[str], bool]) -> str:
     """A line a shape: the best new kernel, the best other one that was timed, cuBLAS."""
     rows: dict[tuple[str, ...], list[tuple[float, str]]] = defaultdict(list)
+    on_trial: dict[str, bool] = {}
     with path.open(newline="") as source:
         for row in csv.DictReader(source):
-            key = tuple(row[c] for c in ("class", "dtype", "layout", "m", "n", "k"))
-            rows[key].append((float(row["us"]), f"{row['kernel']}/{row['split']}"))
+            key = tuple(row[c] for c in ("class", "dtype", "layout", "batch", "m", "n", "k"))
+            label = f"{row['kernel']}/{row['split']}"
+            on_trial[label] = new(row["kernel"])
+            rows[key].append((float(row["us"]), label))
     lines: list[str] = []
     ratios: dict[str, list[float]] = defaultdict(list)
     for key, timed in rows.items():
-        new = min((entry for entry in timed if only in entry[1]), default=None)
+        best = min((entry for entry in timed if on_trial[entry[1]]), default=None)
         old = min(
-            (entry for entry in timed if only not in entry[1] and "cublas" not in entry[1]),
+            (entry for entry in timed if not on_trial[entry[1]] and "cublas" not in entry[1]),
             default=None,
         )
         vendor = next((us for us, name in timed if name.startswith("cublas")), None)
-        if new is None or vendor is None:
+        if best is None or vendor is None:
             continue
-        ratios[key[0]].append(vendor / new[0])
+        ratios[key[0]].append(vendor / best[0])
         other = f"{old[0]:8.2f} {old[1]}" if old else ""
         lines.append(
-            f"{' '.join(key):34} cublas {vendor:8.2f}  new {new[0]:8.2f} ({vendor / new[0]:.3f}) "
-            f"{new[1]}  planner {other}"
+            f"{' '.join(key):40} cublas {vendor:8.2f}  new {best[0]:8.2f} "
+            f"({vendor / best[0]:.3f}) {best[1]}  other {other}"
         )
     for kind, values in ratios.items():
         lines.append(f"{kind}: geometric mean of cublas / new {geometric_mean(values):.3f}")
@@ -115,7 +128,11 @@ def main() -> int:
     arguments = _arguments()
     arguments.output.mkdir(parents=True, exist_ok=True)
     stop = time.monotonic() + arguments.seconds
-    wanted = shapes(arguments.shapes, arguments.dtype.split(","), arguments.layout.split(","))
+    small = arguments.set == "small"
+    if small:
+        wanted = list(small_shapes())
+    else:
+        wanted = shapes(arguments.shapes, arguments.dtype.split(","), arguments.layout.split(","))
     with tempfile.TemporaryDirectory(prefix="moonpoly-") as folder:
         pack = unpacked(arguments.pack, Path(folder))
         setting = Setting(
@@ -126,12 +143,13 @@ def main() -> int:
         for name in sorted(wrong):
             say(f"wrong, not timed: {name}")
         run = partial(
-            measure, setting, arguments.output, wanted, wrong, arguments.rounds, arguments.slowest
-        )
+            measure, setting, arguments.output, wanted, wrong, arguments.rounds,
+            arguments.slowest, arguments.splits,
+        )  # fmt: skip
         outcome = run_section("oracle", run, stop - time.monotonic(), Path(folder))
         say(f"oracle: {outcome.status} {outcome.error or ''}")
     if (arguments.output / "oracle.csv").exists():
-        print(summary(arguments.output / "oracle.csv", arguments.only))
+        print(summary(arguments.output / "oracle.csv", is_new(arguments.only, small)))
     return 1 if wrong or outcome.error else 0
 
 
@@ -139,7 +157,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", required=True, help="kernels whose names contain this are new")
+    parser.add_argument("--only", default="", help="kernels whose names contain this are new")
+    parser.add_argument("--set", default="", choices=["", "small"], help="a set of shapes")
     parser.add_argument("--output", type=Path, required=True, help="folder for the findings")
     parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
     parser.add_argument("--shapes", type=Path, help="CSV as for bench_kernels; default: built in")
@@ -151,7 +170,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=500, help="for everything")
     parser.add_argument("--rounds", type=int, default=5, help="replays per candidate")
     parser.add_argument("--slowest", type=float, default=2.5, help="as for bench_kernels --oracle")
+    parser.add_argument("--splits", type=int, default=3, help="of a kernel that are timed")
     arguments = parser.parse_args()
+    if not (arguments.only or arguments.set):
+        parser.error("say which kernels are new: --only or --set")
     if arguments.pack is None:
         sm = architecture(arguments.device) or 90
         arguments.pack = packs.find_pack(sm)

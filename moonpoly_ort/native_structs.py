@@ -39,6 +39,7 @@ class Family(IntEnum):
     GEMM_TMA = 0
     GEMM_POINTER = 1
     GEMM_WS = 2
+    GEMM_DOT = 6
     GEMM_TMA_MASKED = 8
     COPY_PADDED = 9
 

@@ -27,8 +27,8 @@ from .spec import (
     Family,
     KernelSpec,
     Precision,
+    can_launch_early,
     estimated_resources,
-    is_launched_early,
     is_wide,
     left_is_k_major,
     name,
@@ -41,6 +41,7 @@ TRITON_MINOR = "3.9"
 SOURCES = {
     "gemm_tma": ("tiles.py", "gemm_tma.py"),
     "gemm_pointer": ("tiles.py", "gemm_pointer.py"),
+    "gemm_dot": ("tiles.py", "gemm_dot.py"),
     "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py"),
     "gemm_tma_masked": ("tiles.py", "gemm_tma.py", "gemm_tma_masked.py"),
     "copy_padded": ("tiles.py", "copy_padded.py"),
@@ -153,7 +154,7 @@ def _divisors(spec: KernelSpec) -> dict[str, int]:
     e = spec.dtype.bytes
     if spec.family is Family.COPY_PADDED:
         return {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
-    divisors = {"workspace": 16}
+    divisors = {"workspace": 16} if "workspace" in PARAMETERS[spec.source] else {}
     if spec.source == "gemm_ws":
         return divisors | {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     if spec.family.tensor_maps:
@@ -248,7 +249,7 @@ def compile_spec(spec: KernelSpec, sm: int) -> PackedKernel:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     function = loading.kernel(spec.source)
-    dependent_launch = is_launched_early(spec, sm)
+    dependent_launch = can_launch_early(spec, sm)
     constants = loading.constants(
         spec, rounded=_rounded(spec, sm), dependent_launch=dependent_launch
     )
@@ -346,7 +347,7 @@ def catalog_kernels(sm: int, *, trial: bool = False) -> list[PackedKernel]:
                 shared,
                 registers,
                 launch_params(spec),
-                dependent_launch=is_launched_early(spec, sm),
+                dependent_launch=can_launch_early(spec, sm),
             )
         )
     return kernels

@@ -2,8 +2,9 @@
 
 The masks keep every access inside the matrices. Rows beyond M and columns beyond N matter to no
 stored element, so along the strided dimension they are clamped to the last valid one instead of
-masked (one compare fewer per element); along the contiguous dimension they are masked, which keeps
-loads wide. K tails are masked in both operands: 0 * NaN would leak.
+masked (one compare fewer per element), except in tiles of few rows, where most may lie beyond: each
+would be read from the L2 again. Along the contiguous dimension they are masked, which keeps loads
+wide. K tails are masked in both operands: 0 * NaN would leak.
 """
 
 import triton
@@ -19,6 +20,8 @@ from .tiles import (
     slice_of,
     sum_slices,
 )
+
+FEW_ROWS = tl.constexpr(32)
 
 
 @triton.jit
@@ -43,11 +46,11 @@ def sum_of_products(
     else:
         a_tile = a + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * lda + (k + offs_k)[None, :]
         a_step = BK
-        a_in = True
+        a_in = (offs_m < M)[:, None] if BM <= FEW_ROWS else True
     if TRANS_B:
         b_tile = b + tl.minimum(offs_n, N - 1).to(tl.int64)[None, :] * ldb + (k + offs_k)[:, None]
         b_step = BK
-        b_in = True
+        b_in = (offs_n < N)[None, :] if BN <= FEW_ROWS else True
     else:
         b_tile = b + (k + offs_k).to(tl.int64)[:, None] * ldb + offs_n[None, :]
         b_step = BK * ldb
@@ -74,7 +77,7 @@ def gemm_pointer(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
+    AT_ONCE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
@@ -101,7 +104,7 @@ def gemm_pointer(
 
     mine = True
     if SPLIT_K:
-        mine, acc = sum_slices(acc, workspace, counters, slot, part, split, ROWS, COLS)
+        mine, acc = sum_slices(acc, workspace, counters, slot, part, split, ROWS, COLS, AT_ONCE)
     if mine:
         tile = epilogue(
             acc, bias, offs_m, offs_n, M, N,

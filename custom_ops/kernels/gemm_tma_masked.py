@@ -26,7 +26,7 @@ def gemm_tma_masked(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
+    AT_ONCE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
@@ -44,7 +44,7 @@ def gemm_tma_masked(
 
     mine = True
     if SPLIT_K:
-        mine, acc = sum_slices(acc, workspace, counters, slot, part, split, ROWS, COLS)
+        mine, acc = sum_slices(acc, workspace, counters, slot, part, split, ROWS, COLS, AT_ONCE)
     if mine:
         offs_m = m + tl.arange(0, BM)
         offs_n = n + tl.arange(0, BN)

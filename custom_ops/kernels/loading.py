@@ -54,13 +54,15 @@ def constants(
         return {"BM": spec.bm, "BN": spec.bn, "TRANS_A": spec.trans_a, **early}
     common: dict[str, Any] = {
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
-        "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
     }  # fmt: skip
     if spec.source == "gemm_ws_x3":
         return common | {
-            "SWAP": spec.swap, "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers,
-            "STAGES": spec.stages,
+            "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b, "SWAP": spec.swap,
+            "STREAM_K": spec.split_k, "CONSUMERS": spec.consumers, "STAGES": spec.stages,
         }  # fmt: skip
+    if spec.family is Family.GEMM_DOT:
+        return common | {"STAGES": spec.stages, **early}
+    common |= {"TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b}
     if spec.family is Family.GEMM_WS:
         return common | {
             "STREAM_K": spec.split_k and not spec.sliced,
@@ -70,5 +72,6 @@ def constants(
     common |= {
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
         "PRECISION": "tf32x3" if spec.tf32x3 else str(spec.precision), "ROUND": rounded,
+        "AT_ONCE": spec.slices_at_once,
     }  # fmt: skip
     return common | early

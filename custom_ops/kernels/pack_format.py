@@ -49,8 +49,8 @@ class Param(IntEnum):
 
 
 FAMILY_CODE = {
-    Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1, Family.GEMM_WS: 2, Family.GEMM_TMA_MASKED: 8,
-    Family.COPY_PADDED: 9,
+    Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1, Family.GEMM_WS: 2, Family.GEMM_DOT: 6,
+    Family.GEMM_TMA_MASKED: 8, Family.COPY_PADDED: 9,
 }  # fmt: skip
 DTYPE_CODE = {Dtype.F16: 0, Dtype.BF16: 1, Dtype.F32: 2}
 PRECISION_CODE = {Precision.TF32: 0, Precision.IEEE: 1}

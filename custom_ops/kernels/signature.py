@@ -16,6 +16,10 @@ _COMMON = {
 # The grid does not tell how many tiles there are, and each block works out its own K steps.
 _PERSISTENT = {argument: param for argument, param in _COMMON.items() if argument != "split"}
 _PERSISTENT["batch"] = Param.BATCH
+_UNSPLIT = {
+    argument: param for argument, param in _COMMON.items()
+    if argument not in ("workspace", "counters", "split")
+}  # fmt: skip
 _PITCHES = {
     "lda": Param.LDA, "ldb": Param.LDB, "ldc": Param.LDC,
     "a_batch": Param.A_BATCH, "b_batch": Param.B_BATCH, "c_batch": Param.C_BATCH,
@@ -36,6 +40,7 @@ _OPERAND_PITCHES = {
 PARAMETERS: dict[str, dict[str, Param]] = {
     "gemm_tma": {**_DESCRIPTORS, **_COMMON, "order": Param.ORDER, **_EPILOGUE},
     "gemm_pointer": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
+    "gemm_dot": {**_POINTERS, **_UNSPLIT, **_PITCHES, **_EPILOGUE},
     "gemm_ws": {**_DESCRIPTORS, **_RESULT, **_PERSISTENT, **_EPILOGUE},
     "gemm_tma_masked": {
         "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y": Param.PTR_Y, **_COMMON,

@@ -10,6 +10,9 @@ from enum import StrEnum
 from itertools import product
 from typing import NamedTuple
 
+from . import small_tiles
+from .small_tiles import SmallTile
+
 
 class Family(StrEnum):
     GEMM_TMA = "gemm_tma"
@@ -17,6 +20,7 @@ class Family(StrEnum):
     GEMM_WS = "gemm_ws"
     GEMM_TMA_MASKED = "gemm_tma_masked"
     COPY_PADDED = "copy_padded"
+    GEMM_DOT = "gemm_dot"
 
     @property
     def tensor_maps(self) -> bool:
@@ -107,6 +111,15 @@ class KernelSpec:
         return self.bn & -self.bn
 
     @property
+    def slices_at_once(self) -> int:
+        """Split-K: how many slices of a tile's sums are being loaded while they are added up: what
+        fits the shared memory of the K loop, and at least two, or four of few sums.
+        """
+        loop = (self.stages - 1) * (self.bm + self.bn) * self.bk * self.dtype.bytes
+        tile = 4 * self.bm * self.bn
+        return max(4 if tile <= 16 << 10 else 2, min(12, loop // tile))
+
+    @property
     def y_box(self) -> tuple[int, int]:
         """Rows and columns of the tile of Y that one TMA store writes."""
         if self.family is not Family.GEMM_WS:
@@ -149,9 +162,15 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             return reason
     elif spec.warps not in (1, 2, 4, 8):
         return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
+    if spec.family is Family.GEMM_DOT:
+        reason = _why_illegal_dot(spec)
+        if reason is not None:
+            return reason
     for field in ("bm", "bn", "bk"):
         size = getattr(spec, field)
-        checked = spec.family is Family.GEMM_WS and field != "bk"
+        checked = spec.family is Family.GEMM_DOT or (
+            spec.family is Family.GEMM_WS and field != "bk"
+        )
         if size not in (16, 32, 64, 128, 256) and not checked:
             return f"{field} = {size}: tile sizes are powers of two from 16 to 256"
     if not 1 <= spec.stages <= 8:
@@ -218,18 +237,29 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
     return None
 
 
+def _why_illegal_dot(spec: KernelSpec) -> str | None:
+    if spec.trans_a or not spec.trans_b:
+        return "dot products take operands contiguous along K: layout nt only"
+    if spec.split_k or spec.swap or not spec.bias_matrix:
+        return "dot products are upright, of all of K, and take a matrix C"
+    if spec.bm not in (1, 2, 4, 8) or spec.bn not in (1, 2, 4, 8):
+        return f"{spec.bm}x{spec.bn} outputs: 1, 2, 4 or 8 each way are supported"
+    if spec.bk not in (256, 512, 1024, 2048, 4096):
+        return f"bk = {spec.bk}: powers of two from 256 to 4096 are supported"
+    if spec.bm * spec.bn * spec.bk > 128 * 32 * spec.warps:
+        return f"{spec.bm * spec.bn} sums of {spec.bk} parts do not fit {spec.warps} warps"
+    return None
+
+
 def legal(spec: KernelSpec, sm: int) -> bool:
     """Whether the kernel compiles and runs on an architecture (90 for sm_90)."""
     return why_illegal(spec, sm) is None
 
 
-def is_launched_early(spec: KernelSpec, sm: int) -> bool:
-    """Whether a kernel is launched before the one in front of it has ended. Tried on sm_90 alone.
-
-    Its blocks then fill what the other's leave free. Deep pipelines, a block or two to an SM, gain
-    5% from that; where many blocks fit an SM they end up on a few of them: pointer kernels took up
-    to 2.5 times as long on an H200. Those are launched early only with at most a block for each SM
-    (`launcher.cc`).
+def can_launch_early(spec: KernelSpec, sm: int) -> bool:
+    """Whether a kernel can be launched before the one in front of it has ended, for which it waits
+    itself. Tried on sm_90 alone. Whether it is launched so depends on the grid, too: the runtime's
+    `is_launched_early`.
     """
     return sm == 90 and spec.source != "gemm_ws_x3"
 
@@ -241,7 +271,7 @@ def accepts(
 ) -> bool:  # fmt: skip
     """Whether the kernel computes a product with these properties, whatever its M, N and batch.
 
-    A tensor map cannot describe a matrix without elements, so K = 0 is left to the pointer family.
+    A tensor map cannot describe a matrix without elements, so K = 0 is left to the others.
     """
     return (
         spec.family is not Family.COPY_PADDED
@@ -252,7 +282,7 @@ def accepts(
         and spec.align_a <= align_a
         and spec.align_b <= align_b
         and spec.align_c <= align_c
-        and (k > 0 or spec.family is Family.GEMM_POINTER)
+        and (k > 0 or not spec.family.tensor_maps)
     )
 
 
@@ -300,6 +330,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         return _resources_ws(spec)
     if spec.family is Family.COPY_PADDED:
         return _resources_copy(spec)
+    if spec.family is Family.GEMM_DOT:
+        return _resources_dot(spec)
     wide = is_wide(spec, sm)
     left = (
         (spec.align_b, spec.bk * spec.bn * e)
@@ -331,10 +363,32 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         loop += tile * buffers
         if spec.family.tensor_maps:
             loop += 8 * buffers  # barriers
-    stored = spec.bm * spec.bn * (4 if spec.split_k and wide else e)
-    if spec.dtype is Dtype.F32 and spec.family is Family.GEMM_POINTER and not wide:
+    if spec.split_k:
+        stored = 4 * spec.bm * spec.bn * spec.slices_at_once
+    elif spec.family is Family.GEMM_POINTER and spec.stages == 1:
+        loop, stored = _resources_shallow(spec, sm, loop)
+    elif spec.dtype is Dtype.F32 and spec.family is Family.GEMM_POINTER and not wide:
         stored = 0  # in the layout of the accumulators
+    else:
+        stored = spec.bm * spec.bn * e
     return max(loop, stored), _estimated_registers(spec, sm)
+
+
+def _resources_shallow(spec: KernelSpec, sm: int, loop: int) -> tuple[int, int]:
+    """Shared bytes of the K loop and of the way to the rows of Y, where there is one stage: read
+    off compiled kernels, as the compiler chooses layouts of its own for them.
+    """
+    tile = spec.bm * spec.bn * spec.dtype.bytes
+    wide, rows_aligned = is_wide(spec, sm), spec.align_c == 16
+    if sm == 100 and rows_aligned:
+        return loop, 0
+    if spec.dtype is Dtype.F32:
+        if wide or spec.precision is Precision.IEEE:
+            return loop, tile if wide else 0
+        return spec.bk * max(spec.bm, spec.bn) * 4, 0 if rows_aligned else tile // 2
+    if sm == 120:
+        return loop, 0
+    return loop, tile // 2 if rows_aligned or sm == 90 else tile
 
 
 def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
@@ -353,6 +407,17 @@ def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
 def _resources_copy(spec: KernelSpec) -> tuple[int, int]:
     # A transposed tile turns in shared memory.
     return (spec.bm * spec.bn * spec.dtype.bytes if spec.trans_a else 0), 64
+
+
+def _resources_dot(spec: KernelSpec) -> tuple[int, int]:
+    ring = sum(
+        (spec.stages - 1) * rows * spec.bk * spec.dtype.bytes
+        for rows, align in ((spec.bm, spec.align_a), (spec.bn, spec.align_b))
+        if _is_async(align)
+    )
+    across_warps = spec.bm * spec.bn * spec.warps * 4
+    sums = spec.bm * spec.bn * spec.bk // (32 * spec.warps)
+    return max(ring, across_warps), min(255, 40 + 3 * sums // 2)
 
 
 def ws_register_limit(spec: KernelSpec) -> int | None:
@@ -640,6 +705,7 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
 
         if dtype is Dtype.F32:
             out += _ieee(aligned, sm)
+        out += _small(aligned, sm)
     for specialized, sliced, listed in (
         (SPECIALIZED, False, True),
         (SLICED, True, True),
@@ -680,6 +746,65 @@ def _ieee(aligned: KernelSpec, sm: int) -> Iterator[KernelSpec]:
     for aligns in _classes(layout, 4):
         spec = replace(_aligned(pointer, *aligns), tf32x3=True)
         yield from _expand(tiles, spec, sm)
+
+
+def small_specs(sm: int) -> list[KernelSpec]:
+    """Those of `specs` that are for small products: see `small_tiles`."""
+    family = Family.GEMM_TMA if sm >= 90 else Family.GEMM_POINTER
+    found = [
+        spec for dtype, layout in product(Dtype, (NN, NT))
+        for spec in _small(KernelSpec(family, dtype, 16, 16, 16, 4, 2, *layout), sm)
+    ]  # fmt: skip
+    return [spec for spec in found if legal(spec, sm)]
+
+
+def _small(like: KernelSpec, sm: int) -> Iterator[KernelSpec]:
+    """The kernels for small products of a dtype and layout. Those of tensor maps were tried on
+    sm_90 alone.
+    """
+    layout = Layout(like.trans_a, like.trans_b)
+    if layout not in (NN, NT):
+        return
+    if sm == 90:
+        yield from _expand_small(small_tiles.FEW_ROWS + small_tiles.FEW_COLUMNS, like)
+    e = like.dtype.bytes
+    pointer = replace(like, family=Family.GEMM_POINTER)
+    tiles: tuple[SmallTile, ...]
+    if layout == NN:
+        tiles = small_tiles.POINTER_TINY + small_tiles.POINTER_LONG + small_tiles.SHALLOW
+    else:
+        tiles = small_tiles.POINTER_TINY_NT + small_tiles.POINTER_LONG_NT
+    dot = replace(pointer, family=Family.GEMM_DOT, bias_matrix=True)
+    dots = [(e, e, e), (4, 4, e), (16, 16, e)][e // 4 :]
+    for precision in Precision if like.dtype is Dtype.F32 else (Precision.TF32,):
+        for aligns in _classes(layout, e):
+            masked = _aligned(replace(pointer, precision=precision), *aligns)
+            yield from _expand_small(tiles, masked)
+        for aligns in dots if layout == NT else ():
+            yield from _expand_small(
+                small_tiles.DOT, _aligned(replace(dot, precision=precision), *aligns)
+            )
+
+
+def _expand_small(tiles: Iterable[SmallTile], like: KernelSpec) -> Iterator[KernelSpec]:
+    f32, e = like.dtype is Dtype.F32, like.dtype.bytes
+    for tile in tiles:
+        if ("n" in tile.use and like.trans_b) or ("x" in tile.use and f32):
+            continue
+        if like.precision is Precision.IEEE and "i" not in tile.use:
+            continue
+        if ("a" in tile.use and like.align_a == 16) or ("b" in tile.use and like.align_b == 16):
+            continue
+        if "l" in tile.use and like.align_a == like.align_b == e:
+            continue
+        spec = replace(
+            like, bm=tile.bm, bn=tile.bn, bk=max(16, tile.bk // 2) if f32 else tile.bk,
+            warps=tile.warps, stages=tile.stages, swap=tile.swap,
+        )  # fmt: skip
+        if "S" not in tile.use:
+            yield spec
+        if "s" in tile.use.lower():
+            yield replace(spec, split_k=True)
 
 
 def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:

@@ -188,10 +188,16 @@ def has_nan(acc):
 
 
 @triton.jit
-def sum_slices(acc, workspace, counters, slot, part, split, ROWS: tl.constexpr, COLS: tl.constexpr):
+def sum_slices(
+    acc, workspace, counters, slot, part, split,
+    ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Stores this slice's partial tile and arrives; the last block to arrive reads all of them
     back in slice order, so that the sum has the same bits whatever the order of arrival, and
     resets the counter.
+
+    AT_ONCE slices are in flight, through the shared memory that the K loop has left: one after the
+    other, each waited for the L2, which took 0.5 us a slice of 64x64 on an H200.
 
     Returns (is_last, sum). The sum is meaningful only in the last block.
     """
@@ -202,7 +208,7 @@ def sum_slices(acc, workspace, counters, slot, part, split, ROWS: tl.constexpr, 
     is_last = tl.atomic_add(counters + slot, 1, sem="acq_rel") == split - 1
     total = tl.full((ROWS, COLS), 0.0, tl.float32)
     if is_last:
-        for _ in range(split):
+        for _ in tl.range(0, split, num_stages=AT_ONCE + 1):
             total += tl.load(partials + offsets, cache_modifier=".cg")
             partials += ROWS * COLS
         tl.store(counters + slot, 0)

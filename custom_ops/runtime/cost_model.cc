@@ -53,11 +53,15 @@ constexpr double kPersistentStoreBytesPerClock = 28;
 constexpr double kTileEndClocks = 810;
 constexpr double kTileEndBytesPerClock = 37;
 constexpr double kMatrixBiasClocks = 1650;  // epilogue with a matrix C: masked loads
-constexpr double kArriveClocks = 2570;  // split-K: fence, atomic, and the wait of the last block
-constexpr double kSliceElementClocks = 23;  // split-K: a thread stores or adds up one partial sum
-constexpr double kCrossingShare = 0.144;    // more for a loop whose rows cross lines at the end
-constexpr double kShortRowClocks = 0.96;    // a row of B shorter than a line that TMA loads
-constexpr double kEarlyLaunchUs = 0.40;     // of a launch, hidden by programmatic dependent launch
+constexpr double kArriveClocks = 1300;  // split-K: fence, atomic, and the wait of the last block
+constexpr double kSliceElementClocks = 26.5;  // split-K: a thread stores one partial sum
+// Split-K: the last block reads the partial sums of all slices, several slices at a time.
+constexpr double kSliceBytesPerClock = 60;
+constexpr double kSliceLatencyClocks = 750;  // of the L2, for those that are read together
+constexpr double kCrossingShare = 0.144;     // more for a loop whose rows cross lines at the end
+constexpr double kShortRowClocks = 0.96;     // a row of B shorter than a line that TMA loads
+constexpr double kEarlyLaunchUs = 0.40;      // of a launch, hidden by programmatic dependent launch
+constexpr double kRoomyLaunchUs = 0.45;      // the same of a kernel for which there is room
 // Blocks placed early find room beside the kernel in front only, and crowd there: the share by
 // which a wave that is partly full is nearer to a full one.
 constexpr double kCrowding = 0.52;
@@ -78,9 +82,20 @@ int multiplying_warps(const mp_kernel& k) {
   return k.persistent ? k.warps - (k.tf32x3 ? 8 : 4) : k.warps;
 }
 
-// Split-K: the time in which a block stores its partial tile, or adds up one slice of it.
-double slice_clocks(const mp_kernel& k) {
+// Split-K: the time in which a block stores its partial tile.
+double store_slice_clocks(const mp_kernel& k) {
   return kSliceElementClocks * k.bm * k.bn / (32 * multiplying_warps(k));
+}
+
+// The time in which the last block adds up one slice. As many are being loaded as the shared memory
+// of the K loop holds, and at least two, or four of few sums; persistent kernels load one after the
+// other.
+double add_slice_clocks(const mp_kernel& k) {
+  if (k.persistent) return store_slice_clocks(k);
+  const double slice = double(k.bm) * k.bn * sizeof(float);
+  const double loop = double(k.stages - 1) * (k.bm + k.bn) * k.bk * element_bytes(k.dtype);
+  const double at_once = std::clamp(std::floor(loop / slice), slice <= 16384 ? 4.0 : 2.0, 12.0);
+  return slice / kSliceBytesPerClock + kSliceLatencyClocks / at_once;
 }
 
 // Clocks of one K step when `resident` blocks share an SM and the L2 hands it `l2_bytes` a clock.
@@ -90,7 +105,8 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
 
   // Rows on the side that the instruction lays out over warps: the transposed tile swaps them.
   const int rows = k.swap ? k.bn : k.bm, columns = k.swap ? k.bm : k.bn;
-  const bool fma = k.dtype == MP_F32 && k.precision == MP_IEEE && !k.tf32x3;
+  const bool dot = k.family == MP_GEMM_DOT;
+  const bool fma = dot || (k.dtype == MP_F32 && k.precision == MP_IEEE && !k.tf32x3);
   // wgmma (sm_90) and tcgen05 (sm_100) read their operands from shared memory themselves.
   const bool wide_unit = model.sm == 90 || model.sm == 100;
   const bool warpgroup = wide_unit && !fma && rows >= 64 && k.warps >= 4;
@@ -111,7 +127,9 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
   // Where warps read their operands from shared memory, each does for its part of the tile; wgmma's
   // reads keep pace with its arithmetic.
   double shared = 0;
-  if (!warpgroup) {
+  if (dot) {
+    shared = 2 * (a_bytes + b_bytes);
+  } else if (!warpgroup) {
     const int across = std::max(1, static_cast<int>(std::sqrt(double(k.warps))));
     shared = a_bytes * (1 + across) + b_bytes * (1 + (k.warps + across - 1) / across);
   } else if (k.tf32x3) {
@@ -125,7 +143,7 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
   // the K loop is not pipelined, and the latency comes on top.
   double issue = 0, latency = kLoadLatencyUs * model.clocks_per_us;
   bool pipelined = true;
-  if (k.family == MP_GEMM_POINTER) {
+  if (!uses_tensor_maps(k.family)) {
     const auto clocks = [](double tile_bytes, int align) {
       return tile_bytes / align / 32 * (align < 4 ? kNarrowLoadClocks : kWideLoadClocks);
     };
@@ -170,30 +188,35 @@ DeviceModel::DeviceModel(const mp_device& device, const mp_table* table) {
 
 namespace {
 
+// Blocks of the others are small: many of them fit an SM.
+bool is_always_early(const mp_kernel& k) {
+  return k.dependent_launch && k.family != MP_GEMM_POINTER && k.family != MP_GEMM_DOT;
+}
+
 KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const DeviceModel& model) {
   KernelCost cost{};
   cost.blocks_per_sm = blocks_per_sm(k, device);
   cost.legal = cost.blocks_per_sm > 0;
   if (!cost.legal) return cost;
   const double bytes = double(k.bm) * k.bn * element_bytes(k.dtype);
-  const int warpgroups = multiplying_warps(k) / 4;
-  double fixed = k.persistent ? kPersistentBlockClocks + kPersistentWarpgroupClocks * warpgroups +
-                                    bytes / kPersistentStoreBytesPerClock
-                              : kBlockClocks + kWarpgroupClocks * multiplying_warps(k) / 4 +
-                                    bytes / kStoreBytesPerClock;
-  if (k.bias_matrix) fixed += kMatrixBiasClocks;
+  const bool dot = k.family == MP_GEMM_DOT;  // the sum over its warps: once, whatever their number
+  const double warpgroups = dot ? 1 : multiplying_warps(k) / 4.0;
+  double fixed = k.persistent
+                     ? kPersistentBlockClocks + kPersistentWarpgroupClocks * warpgroups +
+                           bytes / kPersistentStoreBytesPerClock
+                     : kBlockClocks + kWarpgroupClocks * warpgroups + bytes / kStoreBytesPerClock;
+  if (k.bias_matrix && !dot) fixed += kMatrixBiasClocks;
   if (k.family == MP_GEMM_TMA_MASKED) {  // an element a lane and store
     fixed += double(k.bm) * k.bn / 32 * kNarrowLoadClocks;
   }
-  if (k.split_k) fixed += slice_clocks(k);
+  if (k.split_k) fixed += store_slice_clocks(k);
   const double l2 = model.l2_bytes_per_clock, clocks = model.clocks_per_us;
   cost.fixed_us = fixed / clocks;
   cost.step_us = step_clocks(k, model, cost.blocks_per_sm, l2) / clocks;
   cost.single_step_us = step_clocks(k, model, 1, l2 * kLoneL2Share) / clocks;
   cost.arrive_us = kArriveClocks / clocks;
-  cost.slice_us = slice_clocks(k) / clocks;
-  cost.early = k.dependent_launch && k.family != MP_GEMM_POINTER;
-  cost.early_if_few = k.dependent_launch && k.family == MP_GEMM_POINTER;
+  cost.slice_us = add_slice_clocks(k) / clocks;
+  cost.early = is_always_early(k);
   if (k.persistent) {
     cost.tile_end_us =
         cost.blocks_per_sm * (kTileEndClocks + bytes / kTileEndBytesPerClock) / clocks;
@@ -327,9 +350,18 @@ double traffic_bytes(const mp_kernel& k, const KernelCost& cost, const DeviceMod
   return bytes;
 }
 
-double launch_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks) {
-  const bool early = cost.early || (cost.early_if_few && blocks <= model.sm_count);
-  return std::max(0.0, model.launch_us - (early ? kEarlyLaunchUs : 0));
+bool is_launched_early(const mp_kernel& k, int sm_count, int64_t blocks, int64_t steps) {
+  if (!k.dependent_launch) return false;
+  return is_always_early(k) || 2 * blocks <= sm_count || (blocks <= sm_count && steps <= 2);
+}
+
+double launch_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
+                 int64_t blocks, int64_t steps) {
+  double hidden = 0;
+  if (is_launched_early(k, model.sm_count, blocks, steps)) {
+    hidden = cost.early ? kEarlyLaunchUs : kRoomyLaunchUs;
+  }
+  return std::max(0.0, model.launch_us - hidden);
 }
 
 double tile_end_us(const KernelCost& cost, double steps) {
@@ -337,7 +369,7 @@ double tile_end_us(const KernelCost& cost, double steps) {
 }
 
 double crossing_share(const mp_kernel& k, const Extent& e) {
-  if (k.family == MP_GEMM_POINTER) return 1;
+  if (!uses_tensor_maps(k.family)) return 1;
   const double crossing = (e.a_crosses_lines ? k.bm : 0) + (e.b_crosses_lines ? k.bn : 0);
   return 1 + kCrossingShare * crossing / (k.bm + k.bn);
 }
@@ -349,6 +381,7 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
   const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
   const int64_t blocks = grid_blocks(k, cost, model, tiles, split);
   const bool ragged = split > 1 && blocks < tiles * split;
+  const int steps = ceil_div(ceil_div(e.k, k.bk), split);
   double loop;
   if (k.persistent) {
     loop = persistent_us(cost, model, tiles, blocks, ceil_div(e.k, k.bk), split, ragged);
@@ -356,16 +389,15 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
     // Split-K: each block's partial tile is read back by the last block of its tile, which in a
     // later wave works beside others.
     const double wave_fixed = cost.fixed_us + (split > 1 ? cost.slice_us : 0);
-    const double steps = ceil_div(ceil_div(e.k, k.bk), split);
     loop = waves_us(cost, model, blocks, steps, wave_fixed) - wave_fixed;
   }
   loop *= crossing_share(k, e);
-  if (k.family != MP_GEMM_POINTER && e.b_rows_short) {
-    const double steps = k.persistent && split == 1
+  if (uses_tensor_maps(k.family) && e.b_rows_short) {
+    const double loads = k.persistent && split == 1
                              ? double(ceil_div(tiles, blocks)) * ceil_div(e.k, k.bk)
                              : std::ceil(double(tiles) * ceil_div(e.k, k.bk) /
                                          (k.persistent ? blocks : tiles * split));
-    loop += ceil_div(blocks, model.sm_count) * steps * k.bk * kShortRowClocks / model.clocks_per_us;
+    loop += ceil_div(blocks, model.sm_count) * loads * k.bk * kShortRowClocks / model.clocks_per_us;
   }
   // The last block of a tile adds up all of its slices; a persistent one has its own at hand, yet
   // at the end of a ragged share it has also stored one of another tile.
@@ -377,7 +409,8 @@ double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel&
   // The loops and the traffic overlap, yet wait for each other where they take about as long. No
   // block computes or streams while the first ones start and the last ones end.
   const double traffic = traffic_bytes(k, cost, model, e, split) / model.bytes_per_us;
-  return launch_us(cost, model, blocks) + cost.fixed_us + std::hypot(loop, traffic) + fixup;
+  return launch_us(k, cost, model, blocks, steps) + cost.fixed_us + std::hypot(loop, traffic) +
+         fixup;
 }
 
 }  // namespace moonpoly

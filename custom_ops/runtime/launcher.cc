@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 
+#include "cost_model.h"
 #include "error.h"
 #include "pack.h"
 #include "packing.h"
@@ -128,18 +129,11 @@ class Arguments {
   int count_ = 0;
 };
 
-// Blocks of pointer kernels are small: many that are placed early, beside the kernel in front of
-// them, crowd on the few SMs that it leaves free (up to 2.5 times as slow). One for each SM do not.
-bool launched_early(const mp_kernel& k, unsigned grid, int sm_count) {
-  return k.dependent_launch &&
-         (k.family != MP_GEMM_POINTER || grid <= static_cast<unsigned>(sm_count));
-}
-
-CUresult enqueue(CUfunction function, const mp_kernel& k, unsigned grid, int sm_count,
+CUresult enqueue(CUfunction function, const mp_kernel& k, unsigned grid, bool is_early,
                  CUstream stream, void** arguments) {
   const Driver& api = driver();
   const unsigned threads = 32 * k.warps;
-  if (!launched_early(k, grid, sm_count) || !api.LaunchKernelEx) {
+  if (!is_early || !api.LaunchKernelEx) {
     return api.LaunchKernel(function, grid, 1, 1, threads, 1, 1, k.shared_bytes, stream, arguments,
                             nullptr);
   }
@@ -467,8 +461,10 @@ void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int
           break;
       }
     }
+    const int64_t steps = (p.k + int64_t{k.bk} * r.split - 1) / (int64_t{k.bk} * r.split);
+    const bool is_early = is_launched_early(k, sm_count_, r.grid, steps);
     const CUresult result = enqueue(functions_[r.kernel], k, static_cast<unsigned>(r.grid),
-                                    sm_count_, stream, args.data());
+                                    is_early, stream, args.data());
     if (result) check(result, (std::string("cuLaunchKernel of ") + k.name).c_str());
     stats().launches.fetch_add(1, std::memory_order_relaxed);
   }

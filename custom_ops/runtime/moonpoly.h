@@ -131,6 +131,8 @@ typedef enum mp_family {
   MP_GEMM_POINTER = 1,  // masked loads
   // As MP_GEMM_TMA, for sm_90: persistent blocks, a loading warpgroup and one to three consumers.
   MP_GEMM_WS = 2,
+  // Layout NT: a block has all of K for a few outputs, on the scalar units; any alignment.
+  MP_GEMM_DOT = 6,
   // As MP_GEMM_TMA, but Y is stored through masks: any alignment of Y.
   MP_GEMM_TMA_MASKED = 8,
   // No product: Y (M x N) = op(A) (M x K), then zeros up to N. Layout NT as it is, TN transposing.
@@ -188,7 +190,8 @@ typedef struct mp_kernel {
   int32_t param_offset, param_count;  // into the param list, in int32
   mp_desc_shape desc[3];      // A, B, Y; zeros when unused
   // 1: compiled for programmatic dependent launch (sm_90 and up): it waits for the kernel in front
-  // of it on the stream by itself, before it touches memory, so it may be launched early.
+  // of it on the stream by itself, before it touches memory, so it may be launched early. It need
+  // not be: a grid of many blocks is better launched in turn.
   int32_t dependent_launch;
   // 1: blocks walk over tiles, so the grid is at most what the device holds at once. With split_k
   // the K steps of the last tiles are dealt to the blocks in equal shares, `split` of them a tile

@@ -38,9 +38,10 @@ bool terminated(const char (&text)[N]) {
 }
 
 bool is_family(int32_t code) {
-  return (code >= MP_GEMM_TMA && code <= MP_GEMM_WS) || code == MP_GEMM_TMA_MASKED ||
-         code == MP_COPY_PADDED;
+  return (code >= MP_GEMM_TMA && code <= MP_GEMM_WS) || code == MP_GEMM_DOT ||
+         code == MP_GEMM_TMA_MASKED || code == MP_COPY_PADDED;
 }
+
 bool is_alignment(int32_t bytes) { return bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16; }
 
 // dev, inode, modification time, size: a pack replaced by renaming is another file.
@@ -150,11 +151,11 @@ void Pack::verify_kernel(int index) const {
     fail(MP_BAD_PACK, "kernel pack '", path_, "': kernel ", index, " ", why..., kRebuild);
   };
   if (!terminated(k.name) || !terminated(k.entry)) refuse("has no terminated name");
-  if (k.family < 0 || !is_family(k.family) || k.dtype < 0 || k.dtype > MP_F32 || k.precision < 0 ||
+  if (!is_family(k.family) || k.dtype < 0 || k.dtype > MP_F32 || k.precision < 0 ||
       k.precision > MP_IEEE || (k.trans_a | k.trans_b) & ~1) {
     refuse(k.name, " has an unknown family, dtype, precision or layout");
   }
-  if (k.bm <= 0 || k.bn <= 0 || k.bk <= 0 || k.bm > 1024 || k.bn > 1024 || k.bk > 1024 ||
+  if (k.bm <= 0 || k.bn <= 0 || k.bk <= 0 || k.bm > 1024 || k.bn > 1024 || k.bk > 4096 ||
       k.warps <= 0 || k.warps > 32 || k.stages <= 0 || k.shared_bytes < 0 || k.registers < 0) {
     refuse(k.name, " has tile ", k.bm, "x", k.bn, "x", k.bk, ", ", k.warps, " warps, ", k.stages,
            " stages");

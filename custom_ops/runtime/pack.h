@@ -22,6 +22,10 @@ constexpr int kMaxArguments = 64;
 
 inline int element_bytes(int32_t dtype) { return dtype == MP_F32 ? 4 : 2; }
 
+inline bool uses_tensor_maps(int32_t family) {
+  return family == MP_GEMM_TMA || family == MP_GEMM_WS || family == MP_GEMM_TMA_MASKED;
+}
+
 class Pack {
  public:
   // Maps and verifies the file; a file that is open already is shared (same inode and time stamp).

@@ -18,7 +18,7 @@ constexpr int64_t kMaxK = (int64_t{1} << 31) - 512;  // a kernel rounds K up to 
 constexpr int64_t kMaxBatch = (int64_t{1} << 31) - 512;
 constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;  // of a tensor map
-constexpr int kMaxSplit = 64;
+constexpr int kMaxSplit = 128;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -64,7 +64,7 @@ const char* refusal(const mp_kernel& k, const mp_problem& p) {
     return "the operands are not aligned enough for it";
   }
   if (p.bias == MP_BIAS_MATRIX && !k.bias_matrix) return "it takes no matrix bias";
-  if (k.family != MP_GEMM_POINTER) {
+  if (uses_tensor_maps(k.family)) {
     // A tensor map has no empty dimension, and its strides have 40 bits.
     if (p.k == 0) return "K is 0";
     const int64_t widest =
@@ -190,8 +190,9 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
   // Powers of two and their middles, and what exactly fills the SMs once or their block slots.
   const int64_t fill_sms = model_.sm_count / tiles;
   const int64_t fill_slots = fill_sms * cost.blocks_per_sm;
-  const int64_t candidates[] = {2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, fill_sms, fill_slots};
-  uint64_t tried[2] = {};
+  const int64_t candidates[] = {2,  3,  4,  6,  8,   12,       16,        24,
+                                32, 48, 64, 96, 128, fill_sms, fill_slots};
+  uint64_t tried[kMaxSplit / 64 + 1] = {};
   for (int64_t wanted : candidates) {
     if (wanted < 2 || wanted > std::min<int64_t>(kMaxSplit, steps)) continue;
     const int split = normal_split(steps, static_cast<int>(wanted));

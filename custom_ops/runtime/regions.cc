@@ -97,10 +97,10 @@ class Search {
     const Extent extent = extent_of(p_, area_);
     unique_ = extent.unique_bytes;
     bool maps = false;
-    for (int i : legal) maps |= pack.kernel(i).family != MP_GEMM_POINTER;
+    for (int i : legal) maps |= uses_tensor_maps(pack.kernel(i).family);
     for (int i : legal) {
       const mp_kernel& k = pack.kernel(i);
-      if (maps && k.family == MP_GEMM_POINTER) continue;
+      if (maps && !uses_tensor_maps(k.family)) continue;
       if (p_.bias != MP_BIAS_MATRIX && k.bias_matrix) continue;
       if (k.split_k && !(k.persistent ? means.stream : means.split)) continue;
       const KernelCost& cost = costs[i];
@@ -139,7 +139,7 @@ class Search {
   double total_us(const Candidate& first, double loops_us, double bytes) const {
     const double fixed = first.cost->fixed_us;
     const int64_t wave = int64_t{model_.sm_count} * first.cost->blocks_per_sm;  // at least
-    return launch_us(*first.cost, model_, wave) + fixed +
+    return launch_us(*first.kernel, *first.cost, model_, wave, first.steps) + fixed +
            std::hypot(loops_us - fixed, bytes / model_.bytes_per_us);
   }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .. import native
 from ..errors import MoonPolyError
 
-SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 VENDOR_NAME = "cublaslt"  # what the vendor's product goes by in journals
 
 

@@ -20,6 +20,7 @@ from benchmarks.operands import (  # noqa: E402
     dense_problem,
     relative_error,
 )
+from moonpoly_ort import native  # noqa: E402
 
 PRODUCTS = [
     Product(5, 7, 9, align_a=2, align_b=2, align_c=2),
@@ -99,8 +100,26 @@ def test_special_values_must_stand_in_their_places() -> None:
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 def test_a_planned_problem_is_the_one_that_is_measured(layout: str) -> None:
-    for sizes in ((7, 24, 40), (8, 13, 16)):
-        measured = Operands.allocate(dense(*sizes, "f16", layout), "cpu").problem
-        planned = dense_problem(*sizes, "f16", layout)
-        for name in ("trans_a", "trans_b", "lda", "ldb", "ldc", "align_a", "align_b", "align_c"):
-            assert getattr(measured, name) == getattr(planned, name), name
+    for sizes in ((7, 24, 40), (8, 13, 16), (5, 1, 24), (1, 9, 8)):
+        for batch in (1, 3):
+            measured = Operands.allocate(dense(*sizes, "f16", layout, batch=batch), "cpu").problem
+            planned = dense_problem(*sizes, "f16", layout, batch=batch)
+            for name in (
+                "trans_a", "trans_b", "lda", "ldb", "ldc", "align_a", "align_b", "align_c", "m",
+                "n", "batch", "a_mod", "b_mod", "a_batch_stride", "b_batch_stride",
+                "c_batch_stride",
+            ):  # fmt: skip
+                assert getattr(measured, name) == getattr(planned, name), name
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+def test_a_single_row_or_column_is_described_as_the_runtime_does(layout: str) -> None:
+    for m, n, k in ((5, 1, 24), (1, 9, 8), (1, 1, 16), (6, 1, 7)):
+        a = [k, m] if layout[0] == "t" else [m, k]
+        b = [n, k] if layout[1] == "t" else [k, n]
+        ours = dense_problem(m, n, k, "f16", layout)
+        theirs = native.gemm_problem(
+            a, b, None, native.Dtype.F16, trans_a=layout[0] == "t", trans_b=layout[1] == "t"
+        )
+        for name in ("m", "n", "k", "trans_a", "trans_b", "align_a", "align_b", "align_c"):
+            assert getattr(ours, name) == getattr(theirs, name), name

@@ -86,7 +86,8 @@ def _main_loop(sass: str) -> str:
 def test_tensor_maps_and_wgmma_on_hopper(tmp_path: Path) -> None:
     for spec in specs(90):
         if spec.family is Family.GEMM_TMA and not spec.trans_a and spec.dtype is not Dtype.BF16:
-            assert is_wide(spec, 90), spec
+            tiny = spec.warps == 1 and max(spec.bm, spec.bn) <= 32
+            assert is_wide(spec, 90) or tiny, spec
     wanted = [
         s for s in specs(90)
         if s.family is Family.GEMM_TMA and (s.bm, s.bn) in ((128, 256), (64, 128), (16, 64))

@@ -22,6 +22,12 @@ NAN, INF = float("nan"), float("inf")
 INTERPRETED = (Family.GEMM_TMA, Family.GEMM_POINTER, Family.GEMM_TMA_MASKED)
 
 
+def dot_of(dtype: Dtype = Dtype.F16, bm: int = 2, bn: int = 4, **changes: Any) -> KernelSpec:
+    return spec_of(
+        Family.GEMM_DOT, dtype, bm=bm, bn=bn, bk=256, trans_b=True, bias_matrix=True, **changes
+    )
+
+
 def spec_of(family: Family, dtype: Dtype = Dtype.F16, **changes: Any) -> KernelSpec:
     align = 16 if family.tensor_maps else dtype.bytes
     spec = KernelSpec(
@@ -201,6 +207,33 @@ def test_a_bias_of_beta_0_is_not_read(bias: str) -> None:
     assert case.c is not None
     case.c.fill_(NAN)
     assert torch.isfinite(case.run()).all()
+
+
+@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize("tile", [(1, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize("bias", ["none", "scalar", "row", "column", "matrix"])
+def test_dot_products(dtype: Dtype, tile: tuple[int, int], bias: str) -> None:
+    spec = dot_of(dtype, *tile)
+    beta = 0.5 if bias != "none" else 0.0
+    Case(spec, 5, 7, 301, bias=bias, beta=beta, batch=2, b_map=(1, 2), cuts=([2], [3], [1])).check()
+    Case(spec, 1, 9, 1, bias=bias, beta=beta, alpha=-2.0).check()
+    Case(spec, 3, 2, 256, bias=bias, beta=beta).check()
+
+
+def test_dot_products_without_k_are_beta_c() -> None:
+    Case(dot_of(), 3, 5, 0, beta=0.5, bias="row").check()
+
+
+def test_dot_products_keep_nan_and_inf_in_their_rows_and_columns() -> None:
+    case = Case(dot_of(Dtype.BF16), 5, 6, 300)
+    case.a[0, 3, 299], case.a[0, 1, 0], case.b[0, 7, 2] = NAN, INF, -INF
+    assert 0 < np.isnan(case.expected()).sum() < case.expected().size / 2
+    case.check()
+
+
+@pytest.mark.parametrize("split", [2, 13, 29])
+def test_any_number_of_slices_is_added_up(split: int) -> None:
+    Case(spec_of(Family.GEMM_POINTER, split_k=True), 9, 20, 16 * 30 + 5, split=split).check()
 
 
 def test_results_beyond_f16_are_infinite() -> None:

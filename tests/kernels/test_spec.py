@@ -18,6 +18,7 @@ from moonpoly_ort.custom_ops.kernels.spec import (
     accepts,
     legal,
     name,
+    small_specs,
     specs,
     why_illegal,
 )
@@ -37,7 +38,7 @@ def test_names_are_unique_and_fit_the_pack(sm: int) -> None:
 def test_listed_kernels_are_legal_and_within_budget(sm: int) -> None:
     listed = specs(sm)
     assert [why_illegal(s, sm) for s in listed] == [None] * len(listed)
-    assert 200 <= len(listed) <= 720  # a pack builds in minutes
+    assert 200 <= len(listed) <= 800  # a pack builds in minutes
     assert listed == specs(sm)
 
 
@@ -83,6 +84,54 @@ def test_illegal_specs_are_refused_with_the_value(
     assert legal(GOOD, 90)
     assert not legal(bad, sm)
     assert reason in (why_illegal(bad, sm) or "")
+
+
+DOT = KernelSpec(
+    Family.GEMM_DOT, Dtype.F16, 1, 4, 2048, 8, 5, trans_b=True, bias_matrix=True, align_a=2
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"trans_b": False}, "layout nt only"),
+        ({"trans_a": True}, "layout nt only"),
+        ({"split_k": True}, "of all of K"),
+        ({"swap": True}, "upright"),
+        ({"bias_matrix": False}, "matrix C"),
+        ({"bm": 16}, "16x4 outputs"),
+        ({"bn": 3}, "1x3 outputs"),
+        ({"bk": 128}, "bk = 128"),
+        ({"bm": 8, "bn": 8, "bk": 4096}, "64 sums of 4096 parts"),
+        ({"warps": 3}, "3 warps"),
+    ],
+)
+def test_dot_products_are_of_rows_and_few(change: dict[str, object], reason: str) -> None:
+    bad = replace(DOT, **change)  # type: ignore[arg-type]
+    for sm in SHARED_LIMIT:
+        assert legal(DOT, sm)
+        assert reason in (why_illegal(bad, sm) or "")
+
+
+@pytest.mark.parametrize("sm", SHARED_LIMIT)
+def test_small_products_have_kernels_of_their_own(sm: int) -> None:
+    """For each way of being unaligned; those of tensor maps on sm_90 alone."""
+    listed = small_specs(sm)
+    assert set(listed) <= set(specs(sm))
+    for dtype, layout in product((Dtype.F16, Dtype.BF16), (False, True)):
+        small = [
+            s for s in listed
+            if (s.family, s.dtype, s.trans_a, s.trans_b)
+            == (Family.GEMM_POINTER, dtype, False, layout) and (s.bm, s.bn) == (16, 16)
+        ]  # fmt: skip
+        aligns = {(s.align_a, s.align_b, s.align_c) for s in small}
+        assert (2, 2, 2) in aligns
+        assert ((16, 16, 2) if layout else (16, 2, 2)) in aligns
+    dots = [s for s in listed if s.family is Family.GEMM_DOT]
+    kinds = {(s.dtype, s.precision) for s in dots}
+    assert kinds == {(d, Precision.TF32) for d in Dtype} | {(Dtype.F32, Precision.IEEE)}
+    single = [s for s in listed if s.family is Family.GEMM_TMA and s.warps == 1]
+    assert bool(single) == (sm == 90)
 
 
 def test_unsupported_architecture_lists_the_supported() -> None:

@@ -32,6 +32,9 @@ PARAMS = {
     native.Family.GEMM_TMA: TMA_PARAMS,
     native.Family.GEMM_POINTER: POINTER_PARAMS,
     native.Family.GEMM_WS: WS_PARAMS,
+    native.Family.GEMM_DOT: [
+        p for p in POINTER_PARAMS if p not in (PTR_WORKSPACE, PTR_COUNTERS, SPLIT)
+    ],
     native.Family.GEMM_TMA_MASKED: [DESC_A, DESC_B, PTR_Y, *_MIDDLE, ORDER, LDC, C_BATCH, *_END],
     native.Family.COPY_PADDED: [
         PTR_A,
@@ -66,7 +69,6 @@ class TinyKernel:
     bias_matrix: int = 0
     align: int = 16
     align_c: int = 0  # 0: as the others
-    waits: int = 0  # pointer kernels: compiled for programmatic dependent launch
     sliced: int = 0
     cubin: bytes = b""
 
@@ -95,8 +97,10 @@ class TinyKernel:
         record.shared_bytes = (self.bm + self.bn) * self.bk * self.element_bytes * self.stages
         record.registers = 128
         record.param_offset, record.param_count = param_offset, len(params)
-        record.dependent_launch = self.waits or self.family != native.Family.GEMM_POINTER
-        if self.family not in (native.Family.GEMM_POINTER, native.Family.COPY_PADDED):
+        record.dependent_launch = True
+        if self.family not in (
+            native.Family.GEMM_POINTER, native.Family.GEMM_DOT, native.Family.COPY_PADDED
+        ):  # fmt: skip
             boxes = ((self.bm, self.bk), (self.bk, self.bn), (self.bm, self.bn))
             for shape, (rows, columns) in zip(record.desc, boxes, strict=True):
                 shape.box[:] = (1, rows, min(columns, 128 // self.element_bytes))
@@ -106,7 +110,7 @@ class TinyKernel:
 
 def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
     """For every dtype and layout: TMA and pointer kernels with and without split-K and matrix bias,
-    and for pointers every alignment. Persistent ones for 16-bit NN and NT.
+    and for pointers every alignment. Persistent ones for 16-bit NN and NT, dot products for NT.
     """
     kernels = []
     for dtype, precision in ((0, 0), (1, 0), (2, 0), (2, 1)):
@@ -139,6 +143,9 @@ def standard_kernels(cubin: bytes = b"") -> list[TinyKernel]:
                 kernels.append(
                     TinyKernel(family=1, bm=64, bn=64, bias_matrix=1, align=align, **common)
                 )
+            if layout == 1:  # products of rows: both stored along K
+                few = common | {"bk": 512}
+                kernels.append(TinyKernel(family=6, bm=2, bn=4, bias_matrix=1, align=least, **few))
     return kernels
 
 

@@ -46,6 +46,16 @@ def test_device_query() -> None:
         native.device_query(2)
 
 
+TMA, POINTER = native.Family.GEMM_TMA, native.Family.GEMM_POINTER
+
+
+def launches_early(kernel: native.KernelRecord, blocks: int, steps: int) -> bool:
+    """Pointer kernels and dot products where there is room, others always; the GPU has 132 SMs."""
+    room = blocks <= 66 or (blocks <= 132 and steps <= 2)
+    small = kernel.family in (POINTER, native.Family.GEMM_DOT)
+    return bool(kernel.dependent_launch) and (room or not small)
+
+
 class Case:
     """A random product of full batches, its operands on the "GPU"."""
 
@@ -93,13 +103,38 @@ class Case:
         assert len(done) == plan.region_count
         for i, (launch, region) in enumerate(zip(done, plan.regions, strict=True)):
             kernel = pack.kernels[region.kernel]
-            assert driver.fake_launched_early(i) == kernel.dependent_launch
+            steps = -(-self.problem.k // (kernel.bk * region.split))
+            assert driver.fake_launched_early(i) == launches_early(kernel, region.grid, steps)
             assert launch.grid == region.grid
             assert launch.stream == 0x77
             execute(launch, kernel)
         np.testing.assert_allclose(
             self.y.array.astype(np.float64), self.expected, rtol=1e-2, atol=1e-2
         )
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "early"),
+    [
+        (64 * 66, 512, True),  # half as many blocks as SMs, 8 K steps each
+        (64 * 67, 512, False),
+        (64 * 132, 128, True),  # as many, two steps each
+        (64 * 132, 192, False),
+        (64 * 133, 64, False),
+    ],
+)
+def test_kernels_without_tensor_maps_are_launched_early_where_there_is_room(
+    pack: native.Pack, launcher: native.Launcher, m: int, k: int, early: bool
+) -> None:
+    case = Case(m, 64, k)
+    for index, kernel in enumerate(pack.kernels):
+        if kernel.split_k or (kernel.dtype, kernel.trans_a, kernel.trans_b) != (0, 0, 0):
+            continue
+        if kernel.family not in (TMA, POINTER) or (kernel.bm, kernel.bn) != (64, 64):
+            continue
+        driver.fake_reset()
+        case.run(launcher, pack, pack.plan(native.device_query(1), case.problem, kernel=index))
+        assert driver.fake_launched_early(0) == (early or kernel.family == TMA)
 
 
 @pytest.mark.parametrize("dtype", list(native.Dtype))
@@ -290,13 +325,25 @@ def test_catalog_and_broken_code_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "early"), [(132 * 64, True), (132 * 64 + 1, False)])
-def test_pointer_kernels_are_launched_early_with_a_block_for_each_sm_at_most(
+def test_short_pointer_kernels_are_launched_early_with_a_block_for_each_sm_at_most(
     tmp_path: Path, rows: int, early: bool
 ) -> None:
-    kernel = tp.TinyKernel(family=1, dtype=0, bm=64, bn=64, bk=64, align=2, waits=1)
+    kernel = tp.TinyKernel(family=1, dtype=0, bm=64, bn=64, bk=64, align=2)
     path = tp.write_pack(tmp_path / "sm_90.mpk", [replace(kernel, cubin=fake_cubin(kernel))])
     case = Case(rows, 8, 8)
     with native.Pack(path) as pack, native.Launcher(pack, 0) as launcher:
         plan = pack.plan(native.device_query(0), case.problem)
         launcher.launch(case.problem, plan, a=case.a.address, b=case.b.address, y=case.y.address)
         assert driver.fake_launched_early(0) == early
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 5, 1000), (1, 1, 7), (40, 64, 512), (40, 64, 2048)])
+@pytest.mark.parametrize("bias", [native.Bias.NONE, native.Bias.MATRIX])
+def test_dot_products(tmp_path: Path, m: int, n: int, k: int, bias: native.Bias) -> None:
+    kernel = tp.TinyKernel(
+        family=6, dtype=0, bm=2, bn=4, bk=512, trans_b=1, align=2, bias_matrix=1
+    )  # fmt: skip
+    path = tp.write_pack(tmp_path / "sm_90.mpk", [replace(kernel, cubin=fake_cubin(kernel))])
+    case = Case(m, n, k, trans_b=1, batch=2, bias=bias, bias_shape=(m, n) if bias else (1, 1))
+    with native.Pack(path) as pack, native.Launcher(pack, 0) as launcher:
+        case.run(launcher, pack, pack.plan(native.device_query(0), case.problem))

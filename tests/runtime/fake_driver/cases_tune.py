@@ -100,7 +100,7 @@ def test_a_table_is_made_and_sessions_find_it(pack: Path, bench: Bench, tmp_path
     assert (table.driver, table.clocks, table.key) == ("580.1", "1980 of 1980 MHz", "5" * 64)
     assert table.launch_us == pytest.approx(1.25, rel=1e-3)
     # What was measured is what the hidden costs say, so the fit must choose nearly the best.
-    assert outcome.fitted.own.mean > 0.97
+    assert outcome.fitted.own.mean > 0.95
     assert outcome.fitted.own.mean >= outcome.fitted.analytic.mean
     assert 0 < outcome.fitted.untuned <= 1.001
     checked = outcome.verified

@@ -174,7 +174,7 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
         assert kernel.split_k or launch.grid <= tiles * batch
         flags = launch.grid * (kernel.warps // 4 - 1)
     else:
-        split = one(tp.SPLIT)
+        split = 1 if kernel.family == native.Family.GEMM_DOT else one(tp.SPLIT)
         assert launch.grid % (tiles * split) == 0
         assert (split > 1) == bool(kernel.split_k)
         batch = launch.grid // (tiles * split)
@@ -188,7 +188,8 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
     def stored(operand: int, entry: int, rows: int, columns: int) -> npt.NDArray[np.generic]:
         """Rows x columns of an operand as it is stored in one batch entry."""
         masked = kernel.family == native.Family.GEMM_TMA_MASKED and operand == 2
-        if kernel.family != native.Family.GEMM_POINTER and not masked:
+        pointers = (native.Family.GEMM_POINTER, native.Family.GEMM_DOT)
+        if kernel.family not in pointers and not masked:
             tensor_map, *sides = v[tp.DESC_A + operand]
             assert isinstance(tensor_map, TensorMap)
             tf32 = kernel.precision == native.Precision.TF32 and operand < 2
