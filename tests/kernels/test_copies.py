@@ -78,7 +78,7 @@ def run(
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("dtype", Dtype)
 def test_both_operands_are_copied(pack: native.Pack, dtype: Dtype, trans: bool) -> None:
-    plan = run(pack, dtype, trans, 37, 45, 53, bias=True)
+    plan = run(pack, dtype, trans, 37, 45, 301, bias=True)
     assert SPECS[plan.regions[0].kernel].family is Family.GEMM_TMA_MASKED
 
 
