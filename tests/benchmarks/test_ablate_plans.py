@@ -33,7 +33,8 @@ def test_means_only_ever_help(setting: Setting) -> None:
 
 
 def test_in_turn_is_the_same_plan_without_overlap(setting: Setting) -> None:
-    plan = setting.plan(dense_problem(1500, 4096, 4096, "f16"))
+    # No persistent kernel takes a transposed A.
+    plan = setting.plan(dense_problem(1464, 4096, 4096, "f16", "tn"))
     assert [r.joins_previous for r in plan.regions] == [0, 1]
     copy = ablation.in_turn(plan)
     assert [r.joins_previous for r in copy.regions] == [0, 0]

@@ -78,7 +78,7 @@ def run(
 @pytest.mark.parametrize("trans", [False, True])
 @pytest.mark.parametrize("dtype", Dtype)
 def test_both_operands_are_copied(pack: native.Pack, dtype: Dtype, trans: bool) -> None:
-    plan = run(pack, dtype, trans, 37, 45, 53, bias=True)
+    plan = run(pack, dtype, trans, 37, 45, 301, bias=True)
     assert SPECS[plan.regions[0].kernel].family is Family.GEMM_TMA_MASKED
 
 
@@ -113,7 +113,7 @@ def dense(dtype: native.Dtype, m: int, n: int, k: int, **changes: int) -> native
 def test_large_unaligned_products_are_planned_with_copies(pack: native.Pack) -> None:
     plan = pack.plan(DEVICE, dense(native.Dtype.F16, 4096, 1000, 2047))
     assert [operand for operand, _ in plan.copies] == ["a"]
-    assert SPECS[plan.regions[0].kernel].family is Family.GEMM_TMA
+    assert SPECS[plan.regions[0].kernel].family in (Family.GEMM_TMA, Family.GEMM_WS)
     plan = pack.plan(DEVICE, dense(native.Dtype.F16, 4096, 1001, 2048))
     assert [operand for operand, _ in plan.copies] == ["b"]
     assert SPECS[plan.regions[0].kernel].family is Family.GEMM_TMA_MASKED

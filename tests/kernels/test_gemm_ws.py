@@ -16,6 +16,7 @@ from moonpoly_ort.custom_ops.kernels.spec import (
     Dtype,
     Family,
     KernelSpec,
+    Precision,
     interpreted,
     legal,
     specs,
@@ -238,10 +239,14 @@ def test_the_family_is_for_sm_90_and_each_kernel_has_a_stand_in() -> None:
     for sm in (80, 86, 89, 100, 120):
         assert not any(spec.persistent for spec in specs(sm, trial=True))
     own = [spec for spec in specs(90, trial=True) if spec.persistent]
-    assert {(s.dtype, s.trans_b, s.sliced) for s in own} == {
+    assert {(s.dtype, s.trans_b, s.sliced) for s in own if not s.tf32x3} == {
         (dtype, trans_b, sliced)
         for dtype, trans_b in [*product((Dtype.F16, Dtype.BF16), (False, True)), (Dtype.F32, True)]
         for sliced in (False, True)
+    }
+    split_factors = [s for s in specs(90) if s.persistent and s.tf32x3]
+    assert {(s.dtype, s.precision, s.trans_a, s.trans_b, s.sliced) for s in split_factors} == {
+        (Dtype.F32, Precision.IEEE, False, trans_b, False) for trans_b in (False, True)
     }
     for spec in own:
         other = interpreted(spec)

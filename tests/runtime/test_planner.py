@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_pack import TinyKernel, h200, pack_bytes, standard_kernels
+from tiny_pack import TinyKernel, h200, pack_bytes, standard_kernels, unaligned_kernels
 
 from moonpoly_ort import errors, native
 
@@ -359,3 +359,41 @@ def test_splits_of_a_problem_forbid_nothing(catalog: native.Pack) -> None:
 
 def test_standard_pack_serves_every_class(catalog: native.Pack) -> None:
     assert len(catalog.kernels) == len(standard_kernels())
+
+
+def test_a_copy_that_the_table_excludes_is_in_no_plan(tmp_path: Path) -> None:
+    kernels = [*standard_kernels(), *unaligned_kernels()]
+    p = problem(4096, 1000, 2047, trans_b=1, align_a=2, align_b=2, align_c=16)
+    costs = [native.Cost() for _ in kernels]
+    table = native.Table(gpu=b"NVIDIA H200", sm_count=132, bandwidth_gbps=4000, launch_us=1.0)
+    (tmp_path / "all.mpk").write_bytes(pack_bytes(kernels, tables=[(table, costs)]))
+    for kernel, cost in zip(kernels, costs, strict=True):
+        if kernel.family == native.Family.COPY_PADDED:
+            cost.blocks_per_sm = -1
+    (tmp_path / "none.mpk").write_bytes(pack_bytes(kernels, tables=[(table, costs)]))
+    with native.Pack(tmp_path / "all.mpk") as pack:
+        plan = pack.plan(h200(), p)
+        assert [operand for operand, _ in plan.copies] == ["a", "b"]
+        copying = plan.copies[0][1].kernel
+    with native.Pack(tmp_path / "none.mpk") as pack:
+        plan = pack.plan(h200(), p)
+        assert not plan.copies
+        assert kernels[plan.regions[0].kernel].family == native.Family.GEMM_POINTER
+        with pytest.raises(errors.KernelMissingError, match=r"copy_padded.* is excluded"):
+            pack.plan(h200(), p, kernel=copying)
+
+
+def test_copies_are_not_weighed_where_no_kernel_behind_them_cuts_k_so(tmp_path: Path) -> None:
+    common = {"dtype": 0, "bm": 64, "bn": 64, "trans_b": 1, "split_k": 1}
+    kernels = [
+        TinyKernel(family=1, bk=16, align=2, **common),
+        TinyKernel(family=8, bk=64, align_c=2, **common),
+        *(k for k in unaligned_kernels() if k.family == native.Family.COPY_PADDED),
+    ]
+    (tmp_path / "sm_90.mpk").write_bytes(pack_bytes(kernels))
+    p = problem(4096, 4096, 513, trans_b=1, align_a=2, align_b=2, align_c=2)
+    with native.Pack(tmp_path / "sm_90.mpk") as pack:
+        assert pack.plan(h200(), p, split=9).copies
+        plan = pack.plan(h200(), p, split=20)  # 9 steps of 64, 33 of 16
+        assert not plan.copies
+        assert (plan.regions[0].kernel, plan.regions[0].split) == (0, 20)

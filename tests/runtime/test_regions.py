@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from test_planner import assert_covers_once, problem
 
 from moonpoly_ort import devices, native, packs
@@ -16,6 +19,17 @@ from moonpoly_ort.native import PlanFlag
 @cache
 def catalog(sm: int) -> native.Pack:
     return native.Pack(packs.catalog(sm))
+
+
+@cache
+def one_tile_a_block() -> native.Pack:
+    """The kernels of sm_90 of which each block computes one tile. Persistent ones, which fill the
+    last wave by themselves, leave two regions fewer products."""
+    kernels = [k for k in compiling.catalog_kernels(90) if not k.spec.persistent]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "sm_90.mpk"
+        pack_format.write_pack(path, 90, kernels, key="0" * 64, triton="none")
+        return native.Pack(path)
 
 
 def small_h200(sm_count: int = 6) -> native.Device:
@@ -77,17 +91,23 @@ def assert_scratch_is_apart(plan: native.Plan) -> None:
 
 
 def can_join(kernel: native.KernelRecord) -> bool:
-    return bool(kernel.dependent_launch) and kernel.family == native.Family.GEMM_TMA
+    joining = (native.Family.GEMM_TMA, native.Family.GEMM_TMA_MASKED)
+    return bool(kernel.dependent_launch) and kernel.family in joining
+
+
+def regions_us(plan: native.Plan) -> float:
+    return sum(region.predicted_us for region in plan.regions)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     p=products(),
     gpu=st.sampled_from(["H200", "few SMs", "A100-80GB", "RTX 4090", "B200"]),
+    persistent=st.booleans(),
 )
-def test_two_regions_cover_the_output_once(p: native.Problem, gpu: str) -> None:
+def test_two_regions_cover_the_output_once(p: native.Problem, gpu: str, persistent: bool) -> None:
     device = small_h200() if gpu == "few SMs" else devices.lookup(gpu)
-    pack = catalog(device.sm)
+    pack = catalog(device.sm) if persistent or device.sm != 90 else one_tile_a_block()
     plan = pack.plan(device, p)
     one = pack.plan(device, p, flags=PlanFlag.NO_REGIONS)
     assert plan.region_count <= 2
@@ -98,8 +118,12 @@ def test_two_regions_cover_the_output_once(p: native.Problem, gpu: str) -> None:
         assert bytes(plan) == bytes(one)
         return
     first, second = plan.regions
-    assert plan.predicted_us <= 0.95 * one.predicted_us
-    assert plan.predicted_us == pytest.approx(first.predicted_us + second.predicted_us)
+    # A copy in front costs as much with one region behind it as with two.
+    assert plan.predicted_us <= one.predicted_us
+    if [operand for operand, _ in plan.copies] == [operand for operand, _ in one.copies]:
+        assert regions_us(plan) <= 0.95 * regions_us(one)
+    if not plan.copies:
+        assert plan.predicted_us == pytest.approx(regions_us(plan))
     assert min(first.predicted_us, second.predicted_us) > 0
     assert first.split == 1
     assert not first.joins_previous
@@ -130,7 +154,7 @@ def test_flags_rule_out_what_they_say(p: native.Problem, flags: int) -> None:
 
 def test_a_last_wave_is_filled_by_a_second_kernel() -> None:
     """384 tiles of 128x128 are 2.9 waves; 132 of 128x256 and 120 of 128x128 fill two."""
-    device, pack = devices.lookup("H200"), catalog(90)
+    device, pack = devices.lookup("H200"), one_tile_a_block()
     p = problem(1500, 4096, 4096)
     plan = pack.plan(device, p)
     first, second = plan.regions
@@ -154,7 +178,7 @@ def test_without_early_launch_regions_run_one_after_another() -> None:
 
 def test_batch_entries_are_cut_at_whole_waves() -> None:
     """150 products of one 128x128 tile: a wave of 132, and 18 by smaller tiles."""
-    device, pack = devices.lookup("H200"), catalog(90)
+    device, pack = devices.lookup("H200"), one_tile_a_block()
     p = problem(256, 128, 8192, batch=70, a_mod=70, b_mod=70)
     plan = pack.plan(device, p)
     assert plan.region_count == 2
@@ -164,7 +188,7 @@ def test_batch_entries_are_cut_at_whole_waves() -> None:
 
 def test_no_workspace_for_split_regions_is_shared() -> None:
     """Some two-region plan splits K in its second region, and its memory is its own."""
-    device, pack = devices.lookup("H200"), catalog(90)
+    device, pack = devices.lookup("H200"), one_tile_a_block()
     split = [
         plan.regions[1]
         for m in range(1000, 5000, 104)

@@ -37,7 +37,17 @@ PARAMS = {
     ],
     native.Family.GEMM_TMA_MASKED: [DESC_A, DESC_B, PTR_Y, *_MIDDLE, ORDER, LDC, C_BATCH, *_END],
     native.Family.COPY_PADDED: [
-        PTR_A, PTR_Y, M, N, K, LDA, LDC, A_BATCH, C_BATCH, NULL, NULL,
+        PTR_A,
+        PTR_Y,
+        M,
+        N,
+        K,
+        LDA,
+        LDC,
+        A_BATCH,
+        C_BATCH,
+        NULL,
+        NULL,
     ],
 }
 

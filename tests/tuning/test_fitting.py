@@ -152,3 +152,21 @@ def test_choices_of_several_regions_count_as_untimed(planner: Planner) -> None:
     same = len(chosen) == 1 and (chosen[0].kernel, chosen[0].split) == (row.kernel, row.split)
     assert found.untimed == (0 if same else 1)
     assert found.chosen == {row.shape: row.us}
+
+
+def test_a_choice_with_copies_counts_as_untimed(planner: Planner) -> None:
+    """The kernel behind a copy was timed alone, which is not what the choice takes."""
+    shape = Shape("f16", "nn", 4096, 1000, 2047)
+    with planner.without_table() as pack:
+        plan = pack.plan(planner.device, shape.problem())
+        assert plan.copies
+        region = plan.regions[0]
+        pointer = next(
+            i for i, k in enumerate(planner.kernels)
+            if k.spec.family == "gemm_pointer" and (k.spec.trans_a, k.spec.trans_b) == (0, 0)
+            and k.spec.align_a == k.spec.align_b == 2 and not k.spec.split_k
+        )  # fmt: skip
+        assert region.kernel != pointer
+        found = fitting.quality(planner, pack, [Row(shape, pointer, 1, 500.0)])
+    assert (found.untimed, found.shapes) == (1, 1)
+    assert found.chosen == {shape: 500.0}

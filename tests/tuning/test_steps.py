@@ -266,15 +266,17 @@ class TestBusy:
 
 
 class TestSelection:
-    def kernels(self) -> list[native.KernelRecord]:
+    def kernels(self, trans_b: int = 0) -> list[native.KernelRecord]:
         with native.Pack(packs.catalog(90)) as catalog:
-            key = (int(native.Dtype.F16), 0, 0, 0)
+            key = (int(native.Dtype.F16), 0, 0, trans_b)
             return [kernel for kernel in catalog.kernels if selecting.class_of(kernel) == key]
 
-    def timings(self, us: dict[str, float], count: int = 30) -> list[tuple[Shape, list[Timed]]]:
+    def timings(
+        self, us: dict[str, float], count: int = 30, layout: str = "nn"
+    ) -> list[tuple[Shape, list[Timed]]]:
         rng = np.random.default_rng(0)
         return [
-            (Shape("f16", "nn", i + 1, 64, 64),
+            (Shape("f16", layout, i + 1, 64, 64),
              [Timed(n, 1, value * (1 + 1e-4 * rng.uniform()), True) for n, value in us.items()])
             for i in range(count)
         ]  # fmt: skip
@@ -297,6 +299,29 @@ class TestSelection:
             for size in ((1, 1, 1), (7, 9, 11), (64, 64, 64), (3, 8, 1), (5, 1002, 1024)):
                 legal = left.legal(Shape("f16", "nn", *size).problem())
                 assert any("split" not in one.name for one in legal), size
+
+    def test_a_copying_kernel_is_no_kernel_for_a_product(self) -> None:
+        """It counts for no problem, so the last kernel of a problem stays; and what multiplies
+        copies stays, though it is slow on operands that need none."""
+        family = native.Family
+        kernels = [k for k in self.kernels(trans_b=1) if not k.bias_matrix]
+        assert any(k.family == family.COPY_PADDED for k in kernels)
+        good = next(k.name for k in kernels if k.family == family.GEMM_TMA)
+        every = {
+            k.name: 10.0 if k.name == good else 11.0
+            for k in kernels if k.family != family.COPY_PADDED
+        }  # fmt: skip
+        dropped = selecting.superfluous(kernels, self.timings(every, layout="nt"))
+        assert dropped
+        kept = [k for k in kernels if k.name not in dropped]
+        assert any(
+            k.family == family.GEMM_POINTER and k.align_a == k.align_b == 2 and not k.split_k
+            for k in kept
+        )
+        for always in (family.COPY_PADDED, family.GEMM_TMA_MASKED):
+            wanted = [k.name for k in kernels if k.family == always]
+            assert wanted
+            assert [k.name for k in kept if k.family == always] == wanted
 
     def test_a_kernel_that_wins_on_some_shapes_stays(self) -> None:
         kernels = self.kernels()

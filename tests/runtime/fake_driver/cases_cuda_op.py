@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import tiny_pack as tp
 from fake_gpu import (
     Aligned,
     argument_sizes,
