@@ -252,7 +252,8 @@ class Search {
       if (wanted < 2) continue;
       // The smallest split with as many steps a slice leaves none without work.
       const int split = static_cast<int>(ceil_div(c.steps, ceil_div(c.steps, wanted)));
-      if (tiles * split > 2 * c.slots) continue;
+      // Slices that are added up together are all resident at once.
+      if (tiles * split > (c.kernel->sliced ? 1 : 2) * c.slots) continue;
       if (tiles * split * c.kernel->bm * c.kernel->bn * 4 > kRegionWorkspace) continue;
       if (std::find(found.begin(), found.end(), split) != found.end()) continue;
       found.values[found.count++] = split;

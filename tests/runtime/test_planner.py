@@ -205,6 +205,21 @@ def test_slices_are_no_more_than_the_device_holds(catalog: native.Pack) -> None:
             catalog.plan(h200(), wide, kernel=index)
 
 
+def test_slices_of_a_very_long_k_are_counted_in_32_bits(catalog: native.Pack) -> None:
+    k = 2**30 + 2**29
+    for index, kernel in enumerate(catalog.kernels):
+        if not kernel.sliced:
+            continue
+        p = problem(8, 8, k, trans_b=kernel.trans_b, dtype=kernel.dtype)
+        for split in (0, 100):
+            try:
+                plan = catalog.plan(h200(), p, kernel=index, split=split)
+            except errors.ProblemError:
+                assert ceil_div(k, kernel.bk) * split >= 2**31 - 1024
+                continue
+            assert ceil_div(k, kernel.bk) * plan.regions[0].split < 2**31
+
+
 def test_forced_choices(catalog: native.Pack) -> None:
     p = problem(64, 64, 4096)
     usable = [
