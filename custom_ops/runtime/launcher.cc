@@ -345,7 +345,8 @@ void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int
   for (int i = 0; i < count; ++i) {
     const mp_region& r = regions[i];
     if (r.kernel == MP_VENDOR) {
-      vendor_->launch(p, r, operands, workspace, stream);
+      vendor_->launch(p, r, operands, const_cast<char*>(moved<char>(workspace, r.workspace_offset)),
+                      stream);
       continue;
     }
     const mp_kernel& k = pack_->kernel(r.kernel);

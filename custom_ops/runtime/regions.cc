@@ -331,7 +331,56 @@ void append_region(const mp_region& region, mp_plan* plan) {
   plan->regions[plan->region_count++] = r;
 }
 
+void check_launch(const mp_kernel& k, const mp_problem& p, const mp_region& r, int i) {
+  constexpr int64_t kMost = 0x7fffffff;
+  const auto refuse = [&](const auto&... why) {
+    fail(MP_INVALID, "region ", i, ": ", k.name, " ", why...,
+         "; take regions from mp_plan_problem");
+  };
+  // The kernel counts in 32 bits, and rounds M and N up to its tile.
+  if (r.m > kMost - k.bm || r.n > kMost - k.bn) refuse("takes fewer than 2^31 rows and columns");
+  const int64_t rows = ceil_div(r.m, k.bm), columns = ceil_div(r.n, k.bn);
+  if (rows * columns > kMost || rows * columns * r.z > kMost || k.group_m * columns > kMost) {
+    refuse("would have ", rows, " x ", columns, " x ", r.z, " tiles, more than it can count");
+  }
+  const int64_t tiles = rows * columns * r.z, steps = ceil_div(p.k, k.bk);
+  if (k.split_k ? r.split < 2 || r.split > steps : r.split != 1) {
+    refuse("cannot cut ", steps, " K steps into ", r.split, " slices");
+  }
+  const bool whole = !k.persistent || k.sliced;  // each block has one slice of one tile
+  if (tiles * r.split > kMost ? whole
+      : whole                 ? r.grid != tiles * r.split
+                              : r.grid > tiles * r.split) {
+    refuse("has ", tiles, " tiles in ", r.split, " slices, which ", r.grid, " blocks do not fit");
+  }
+  if (!k.split_k) return;
+  if (k.persistent && steps * (k.sliced ? r.split : std::min(tiles, 2 * r.grid)) > kMost) {
+    refuse("cannot count ", steps, " K steps of ", tiles, " tiles");
+  }
+  const int64_t partial = int64_t{k.bm} * k.bn * static_cast<int64_t>(sizeof(float));
+  const int64_t counters = k.persistent ? r.grid * (k.warps / 4 - 1) : tiles;
+  if (r.workspace_bytes / partial < r.grid || r.counters < counters) {
+    refuse("needs ", r.grid, " x ", partial, " bytes of workspace and ", counters,
+           " counters, not ", r.workspace_bytes, " and ", r.counters);
+  }
+}
+
 void check_regions(const mp_plan& plan) {
+  for (const mp_copy& copy : plan.copies) {
+    if (copy.bytes == 0) continue;
+    const mp_copy& other = plan.copies[&copy == plan.copies];
+    bool alone = &copy == plan.copies || other.bytes == 0 ||
+                 apart(copy.offset, copy.bytes, other.offset, other.bytes);
+    for (int i = 0; i < plan.region_count; ++i) {
+      const mp_region& r = plan.regions[i];
+      alone &= r.workspace_bytes == 0 ||
+               apart(copy.offset, copy.bytes, r.workspace_offset, r.workspace_bytes);
+    }
+    if (!alone) {
+      fail(MP_INVALID, "the plan's copy of ", "AB"[&copy - plan.copies],
+           " shares its workspace with the other copy or a region");
+    }
+  }
   for (int i = 0, chain = 0; i < plan.region_count; ++i) {
     const mp_region& r = plan.regions[i];
     const auto inside = [](int64_t offset, int64_t size, int64_t all) {
