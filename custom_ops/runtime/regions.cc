@@ -21,6 +21,7 @@ constexpr int kMostWaves = 24;    // of the first kernel: beyond, a last wave is
 constexpr int64_t kMostTiles = 1 << 20;
 constexpr int64_t kRegionWorkspace = int64_t{128} << 20;
 constexpr int64_t kOffsetBytes = 256;
+constexpr int64_t kAlignment = 16;  // bytes, the most that a kernel asks of its operands
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 double never() { return std::numeric_limits<double>::infinity(); }
@@ -162,6 +163,8 @@ class Search {
            {waves * c.slots / across, (waves - 1) * c.slots / across, ragged ? whole : whole - 1}) {
         at = std::min(at, whole);
         if (at < 1 || at * tile >= area_.*size) continue;
+        // The second kernel's rows are as aligned as the problem's only where the cut is.
+        if (first != &mp_region::z0 && at * tile * element_bytes(p_.dtype) % kAlignment) continue;
         if (std::find(tried, tried + count, at) != tried + count) continue;
         tried[count++] = at;
         Cut cut{&c, {area_, area_}, {}, 0};
@@ -339,6 +342,18 @@ void check_launch(const mp_kernel& k, const mp_problem& p, const mp_region& r, i
   };
   // The kernel counts in 32 bits, and rounds M and N up to its tile.
   if (r.m > kMost - k.bm || r.n > kMost - k.bn) refuse("takes fewer than 2^31 rows and columns");
+  // Rows of the part are as aligned as those of the whole only where it begins and ends so.
+  const auto aligned = [&](int64_t at, int64_t all, int32_t align) {
+    return at == all || at * element_bytes(k.dtype) % align == 0;
+  };
+  const auto holds = [&](int32_t align_m, int32_t align_n) {
+    return aligned(r.m0, 0, align_m) && aligned(r.m0 + r.m, p.m, align_m) &&
+           aligned(r.n0, 0, align_n) && aligned(r.n0 + r.n, p.n, align_n);
+  };
+  if (!holds(k.trans_a ? k.align_a : 1, std::max(k.align_c, k.trans_b ? 1 : k.align_b))) {
+    refuse("wants rows aligned to ", k.align_a, ", ", k.align_b, " and ", k.align_c,
+           " bytes, which this part of them is not");
+  }
   const int64_t rows = ceil_div(r.m, k.bm), columns = ceil_div(r.n, k.bn);
   if (rows * columns > kMost || rows * columns * r.z > kMost || k.group_m * columns > kMost) {
     refuse("would have ", rows, " x ", columns, " x ", r.z, " tiles, more than it can count");

@@ -178,6 +178,8 @@ def test_plans_that_would_race_are_refused(pack: native.Pack, launcher: native.L
         (TMA, 1, {"grid": 1}, "1 blocks do not fit"),
         (TMA, 1, {"split": 2, "grid": 12}, "into 2 slices"),
         (POINTER, 1, {"grid": 2**31 - 1}, "blocks do not fit"),
+        (TMA, 1, {"n": 124}, "which this part of them is not"),
+        (WS, 1, {"n0": 4, "n": 124}, "which this part of them is not"),
         (WS, 1, {"grid": 7}, "7 blocks do not fit"),
         (WS, 2, {"grid": 13}, "13 blocks do not fit"),
         (WS, 2, {"counters": 1}, "counters, not"),
