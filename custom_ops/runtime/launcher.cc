@@ -321,8 +321,16 @@ void Launcher::copy(const mp_problem& p, const mp_copy& copy, int operand, const
                  nullptr, stream, nullptr);
 }
 
+std::unique_lock<std::mutex> Launcher::turn_of(const void* counters) {
+  const CUdeviceptr bytes = kCountersPerSlot * sizeof(int32_t);
+  const CUdeviceptr slot = (reinterpret_cast<CUdeviceptr>(counters) - counters_) / bytes;
+  if (!counters || slot >= kSlots) return {};
+  return std::unique_lock<std::mutex>(slots_[slot].turn);
+}
+
 void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& operands,
                       void* workspace, void* counters, CUstream stream, TensorMapCache* maps) {
+  const auto turn = turn_of(counters);
   if (!has_copies(plan)) {
     launch_regions(p, plan.regions, plan.region_count, operands, workspace, counters, stream, maps);
     return;
