@@ -90,6 +90,7 @@ void check_plan(const moonpoly::Pack& pack, const mp_problem& given, const mp_pl
         !within(r.z0, r.z, problem.batch) || r.grid < 1 || r.grid > 0x7fffffff) {
       moonpoly::fail(MP_INVALID, "region ", i, " lies outside the problem");
     }
+    if (!vendor) moonpoly::check_launch(pack.kernel(r.kernel), problem, r, i);
   }
   moonpoly::check_regions(plan);
 }

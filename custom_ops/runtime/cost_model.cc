@@ -188,9 +188,10 @@ DeviceModel::DeviceModel(const mp_device& device, const mp_table* table) {
 
 namespace {
 
-// Blocks of the others are small: many of them fit an SM.
+// Blocks of the others are small: many of them fit an SM. So too of tensor-map kernels with a warp
+// or two: 551 blocks of 16x32x64 took 7.4 us launched early, on an H200, and 3.4 us are enough.
 bool is_always_early(const mp_kernel& k) {
-  return k.dependent_launch && k.family != MP_GEMM_POINTER && k.family != MP_GEMM_DOT;
+  return k.dependent_launch && uses_tensor_maps(k.family) && k.warps >= 4;
 }
 
 KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const DeviceModel& model) {

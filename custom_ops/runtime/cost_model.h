@@ -72,9 +72,10 @@ double traffic_bytes(const mp_kernel& kernel, const KernelCost& cost, const Devi
 
 // Whether a kernel is launched before the one in front of it on the stream has ended: its blocks
 // take the room that the other's leave. Where many fit an SM they end up on a few of them, so that
-// of pointer kernels and dot products only grids with room for that are: of half as many
-// blocks as there are SMs, or of as many where each has a step or two. On an H200 those took 0.83
-// of the time otherwise, in the geometric mean; of longer ones with more blocks, many 1.1 to 1.9.
+// of pointer kernels, dot products, copies and blocks of a warp or two only grids with room for
+// that are: of half as many blocks as there are SMs, or of as many where each has a step or two. On
+// an H200 those took 0.83 of the time otherwise, in the geometric mean; of longer ones with more
+// blocks, many 1.1 to 1.9.
 bool is_launched_early(const mp_kernel& kernel, int sm_count, int64_t blocks, int64_t steps);
 
 // Of a launch, what is not hidden.

@@ -321,8 +321,16 @@ void Launcher::copy(const mp_problem& p, const mp_copy& copy, int operand, const
                  nullptr, stream, nullptr);
 }
 
+std::unique_lock<std::mutex> Launcher::turn_of(const void* counters) {
+  const CUdeviceptr bytes = kCountersPerSlot * sizeof(int32_t);
+  const CUdeviceptr slot = (reinterpret_cast<CUdeviceptr>(counters) - counters_) / bytes;
+  if (!counters || slot >= kSlots) return {};
+  return std::unique_lock<std::mutex>(slots_[slot].turn);
+}
+
 void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& operands,
                       void* workspace, void* counters, CUstream stream, TensorMapCache* maps) {
+  const auto turn = turn_of(counters);
   if (!has_copies(plan)) {
     launch_regions(p, plan.regions, plan.region_count, operands, workspace, counters, stream, maps);
     return;
@@ -345,7 +353,8 @@ void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int
   for (int i = 0; i < count; ++i) {
     const mp_region& r = regions[i];
     if (r.kernel == MP_VENDOR) {
-      vendor_->launch(p, r, operands, workspace, stream);
+      vendor_->launch(p, r, operands, const_cast<char*>(moved<char>(workspace, r.workspace_offset)),
+                      stream);
       continue;
     }
     const mp_kernel& k = pack_->kernel(r.kernel);

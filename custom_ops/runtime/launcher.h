@@ -80,6 +80,10 @@ class Launcher {
  private:
   Launcher(std::shared_ptr<const Pack> pack, int ordinal);
   void load_kernel(int index);
+  // Held while a plan that uses a stream's counters is queued: between two regions that run side by
+  // side, another thread could queue a kernel on the stream, which would run beside the second one
+  // and count in the same place.
+  std::unique_lock<std::mutex> turn_of(const void* counters);
   void launch_regions(const mp_problem& problem, const mp_region* regions, int count,
                       const Operands& operands, void* workspace, void* counters, CUstream stream,
                       TensorMapCache* maps);
@@ -90,6 +94,7 @@ class Launcher {
   struct Slot {
     std::atomic<bool> taken{false};
     std::atomic<CUstream> stream{nullptr};
+    std::mutex turn;
   };
 
   const std::shared_ptr<const Pack> pack_;

@@ -149,6 +149,9 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
   const int64_t steps = ceil_div(e.k, k.bk);
   const auto offer = [&](int split) {
     if (ceil_div(e.m, k.bm) * ceil_div(e.n, k.bn) * split > kMaxBlocks) return;
+    if (k.group_m * ceil_div(e.n, k.bn) > kMaxBlocks) return;  // tiles of a group, in 32 bits
+    // A sliced kernel takes the product of K steps and slices in 32 bits.
+    if (k.sliced && steps * split > kMaxExtent) return;
     const double us = predict_us(k, cost, model_, e, split);
     if (best->kernel < 0 || us < best->us) *best = Choice{index, split, us, cost.measured};
   };

@@ -21,6 +21,7 @@ constexpr int kMostWaves = 24;    // of the first kernel: beyond, a last wave is
 constexpr int64_t kMostTiles = 1 << 20;
 constexpr int64_t kRegionWorkspace = int64_t{128} << 20;
 constexpr int64_t kOffsetBytes = 256;
+constexpr int64_t kAlignment = 16;  // bytes, the most that a kernel asks of its operands
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 double never() { return std::numeric_limits<double>::infinity(); }
@@ -162,6 +163,8 @@ class Search {
            {waves * c.slots / across, (waves - 1) * c.slots / across, ragged ? whole : whole - 1}) {
         at = std::min(at, whole);
         if (at < 1 || at * tile >= area_.*size) continue;
+        // The second kernel's rows are as aligned as the problem's only where the cut is.
+        if (first != &mp_region::z0 && at * tile * element_bytes(p_.dtype) % kAlignment) continue;
         if (std::find(tried, tried + count, at) != tried + count) continue;
         tried[count++] = at;
         Cut cut{&c, {area_, area_}, {}, 0};
@@ -252,7 +255,8 @@ class Search {
       if (wanted < 2) continue;
       // The smallest split with as many steps a slice leaves none without work.
       const int split = static_cast<int>(ceil_div(c.steps, ceil_div(c.steps, wanted)));
-      if (tiles * split > 2 * c.slots) continue;
+      // Slices that are added up together are all resident at once.
+      if (tiles * split > (c.kernel->sliced ? 1 : 2) * c.slots) continue;
       if (tiles * split * c.kernel->bm * c.kernel->bn * 4 > kRegionWorkspace) continue;
       if (std::find(found.begin(), found.end(), split) != found.end()) continue;
       found.values[found.count++] = split;
@@ -330,7 +334,68 @@ void append_region(const mp_region& region, mp_plan* plan) {
   plan->regions[plan->region_count++] = r;
 }
 
+void check_launch(const mp_kernel& k, const mp_problem& p, const mp_region& r, int i) {
+  constexpr int64_t kMost = 0x7fffffff;
+  const auto refuse = [&](const auto&... why) {
+    fail(MP_INVALID, "region ", i, ": ", k.name, " ", why...,
+         "; take regions from mp_plan_problem");
+  };
+  // The kernel counts in 32 bits, and rounds M and N up to its tile.
+  if (r.m > kMost - k.bm || r.n > kMost - k.bn) refuse("takes fewer than 2^31 rows and columns");
+  // Rows of the part are as aligned as those of the whole only where it begins and ends so.
+  const auto aligned = [&](int64_t at, int64_t all, int32_t align) {
+    return at == all || at * element_bytes(k.dtype) % align == 0;
+  };
+  const auto holds = [&](int32_t align_m, int32_t align_n) {
+    return aligned(r.m0, 0, align_m) && aligned(r.m0 + r.m, p.m, align_m) &&
+           aligned(r.n0, 0, align_n) && aligned(r.n0 + r.n, p.n, align_n);
+  };
+  if (!holds(k.trans_a ? k.align_a : 1, std::max(k.align_c, k.trans_b ? 1 : k.align_b))) {
+    refuse("wants rows aligned to ", k.align_a, ", ", k.align_b, " and ", k.align_c,
+           " bytes, which this part of them is not");
+  }
+  const int64_t rows = ceil_div(r.m, k.bm), columns = ceil_div(r.n, k.bn);
+  if (rows * columns > kMost || rows * columns * r.z > kMost || k.group_m * columns > kMost) {
+    refuse("would have ", rows, " x ", columns, " x ", r.z, " tiles, more than it can count");
+  }
+  const int64_t tiles = rows * columns * r.z, steps = ceil_div(p.k, k.bk);
+  if (k.split_k ? r.split < 2 || r.split > steps : r.split != 1) {
+    refuse("cannot cut ", steps, " K steps into ", r.split, " slices");
+  }
+  const bool whole = !k.persistent || k.sliced;  // each block has one slice of one tile
+  if (tiles * r.split > kMost ? whole
+      : whole                 ? r.grid != tiles * r.split
+                              : r.grid > tiles * r.split) {
+    refuse("has ", tiles, " tiles in ", r.split, " slices, which ", r.grid, " blocks do not fit");
+  }
+  if (!k.split_k) return;
+  if (k.persistent && steps * (k.sliced ? r.split : std::min(tiles, 2 * r.grid)) > kMost) {
+    refuse("cannot count ", steps, " K steps of ", tiles, " tiles");
+  }
+  const int64_t partial = int64_t{k.bm} * k.bn * static_cast<int64_t>(sizeof(float));
+  const int64_t counters = k.persistent ? r.grid * (k.warps / 4 - 1) : tiles;
+  if (r.workspace_bytes / partial < r.grid || r.counters < counters) {
+    refuse("needs ", r.grid, " x ", partial, " bytes of workspace and ", counters,
+           " counters, not ", r.workspace_bytes, " and ", r.counters);
+  }
+}
+
 void check_regions(const mp_plan& plan) {
+  for (const mp_copy& copy : plan.copies) {
+    if (copy.bytes == 0) continue;
+    const mp_copy& other = plan.copies[&copy == plan.copies];
+    bool alone = &copy == plan.copies || other.bytes == 0 ||
+                 apart(copy.offset, copy.bytes, other.offset, other.bytes);
+    for (int i = 0; i < plan.region_count; ++i) {
+      const mp_region& r = plan.regions[i];
+      alone &= r.workspace_bytes == 0 ||
+               apart(copy.offset, copy.bytes, r.workspace_offset, r.workspace_bytes);
+    }
+    if (!alone) {
+      fail(MP_INVALID, "the plan's copy of ", "AB"[&copy - plan.copies],
+           " shares its workspace with the other copy or a region");
+    }
+  }
   for (int i = 0, chain = 0; i < plan.region_count; ++i) {
     const mp_region& r = plan.regions[i];
     const auto inside = [](int64_t offset, int64_t size, int64_t all) {

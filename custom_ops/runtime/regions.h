@@ -49,8 +49,13 @@ mp_order order_of(const Pack& pack, const mp_region* regions, int count, int reg
 void append_region(const mp_region& region, mp_plan* plan);
 
 // Throws Error(MP_INVALID) where regions that run side by side write the same part of Y, or share
-// workspace or counters, or where these lie outside of the plan's.
+// workspace or counters, or where these lie outside of the plan's, or where copies lie in them.
 void check_regions(const mp_plan& plan);
+
+// The same for region number `i` of a plan from outside, whose extents lie within the problem: its
+// grid, split, workspace and counters must be such that the kernel stays within what it is given.
+void check_launch(const mp_kernel& kernel, const mp_problem& problem, const mp_region& region,
+                  int i);
 
 }  // namespace moonpoly
 #endif  // MOONPOLY_REGIONS_H_

@@ -205,6 +205,36 @@ def test_slices_are_no_more_than_the_device_holds(catalog: native.Pack) -> None:
             catalog.plan(h200(), wide, kernel=index)
 
 
+def test_slices_of_a_very_long_k_are_counted_in_32_bits(catalog: native.Pack) -> None:
+    k = 2**30 + 2**29
+    for index, kernel in enumerate(catalog.kernels):
+        if not kernel.sliced:
+            continue
+        p = problem(8, 8, k, trans_b=kernel.trans_b, dtype=kernel.dtype)
+        for split in (0, 100):
+            try:
+                plan = catalog.plan(h200(), p, kernel=index, split=split)
+            except errors.ProblemError:
+                assert ceil_div(k, kernel.bk) * split >= 2**31 - 1024
+                continue
+            assert ceil_div(k, kernel.bk) * plan.regions[0].split < 2**31
+
+
+def test_tiles_of_a_group_are_counted_in_32_bits(catalog: native.Pack) -> None:
+    """One column a block: eight rows of 2^29 tiles would be none in 32 bits."""
+    index, kernel = next(
+        (i, k) for i, k in enumerate(catalog.kernels)
+        if k.family == native.Family.GEMM_DOT
+    )  # fmt: skip
+    most = (2**31 - 1) // kernel.group_m * kernel.bn
+    shape = {"trans_b": 1, "dtype": kernel.dtype, "align_a": 16, "align_b": 16, "align_c": 16}
+    plan = catalog.plan(h200(), problem(1, most // 8 * 8, 16, **shape), kernel=index)
+    assert plan.regions[0].grid <= most
+    with pytest.raises(errors.ProblemError):
+        catalog.plan(h200(), problem(1, most // 8 * 8 + 8, 16, **shape), kernel=index)
+    assert catalog.plan(h200(), problem(1, 2**29, 16, **shape)).region_count >= 1
+
+
 def test_forced_choices(catalog: native.Pack) -> None:
     p = problem(64, 64, 4096)
     usable = [

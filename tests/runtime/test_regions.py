@@ -124,6 +124,9 @@ def test_two_regions_cover_the_output_once(p: native.Problem, gpu: str, persiste
         assert regions_us(plan) <= 0.95 * regions_us(one)
     if not plan.copies:
         assert plan.predicted_us == pytest.approx(regions_us(plan))
+    last = pack.kernels[second.kernel]
+    tiles = -(-second.m // last.bm) * -(-second.n // last.bn) * second.z
+    assert not last.sliced or second.grid == tiles * second.split
     assert min(first.predicted_us, second.predicted_us) > 0
     assert first.split == 1
     assert not first.joins_previous
@@ -150,6 +153,31 @@ def test_flags_rule_out_what_they_say(p: native.Problem, flags: int) -> None:
             assert not flags & (PlanFlag.NO_STREAM if stream else PlanFlag.NO_SPLIT)
     # Means given up never make a plan better.
     assert plan.predicted_us >= pack.plan(device, p).predicted_us * (1 if flags & 2 else 0.95)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "batch", "dtype", "sm_count"),
+    [
+        (864, 2912, 6560, 2, native.Dtype.F16, 132),
+        (2128, 2096, 2976, 1, native.Dtype.F32, 132),
+        (496, 10512, 9504, 1, native.Dtype.F32, 132),
+        (96, 2336, 10112, 2, native.Dtype.BF16, 6),
+    ],
+)
+def test_slices_of_a_second_region_are_all_resident(
+    m: int, n: int, k: int, batch: int, dtype: native.Dtype, sm_count: int
+) -> None:
+    """A sliced kernel divides its grid by its tiles: blocks left over would take tiles that are not
+    there, and write them behind Y.
+    """
+    pack = catalog(90)
+    p = problem(m, n, k, dtype=dtype, batch=batch, a_mod=batch, b_mod=batch, trans_b=1)
+    plan = pack.plan(small_h200(sm_count), p)
+    assert_covers_once(p, plan)
+    for r in plan.regions:
+        kernel = pack.kernels[r.kernel]
+        tiles = -(-r.m // kernel.bm) * -(-r.n // kernel.bn) * r.z
+        assert not kernel.sliced or r.grid == tiles * r.split
 
 
 def test_a_last_wave_is_filled_by_a_second_kernel() -> None:

@@ -102,6 +102,25 @@ def test_a_copy_that_does_not_fit_is_refused(
     assert launches() == []
 
 
+def test_copies_that_share_workspace_are_refused(
+    pack: native.Pack, launcher: native.Launcher
+) -> None:
+    case = Case(37, 45, 301, trans_b=1, align=2)
+    plan = pack.plan(native.device_query(1), case.problem, kernel=copier(pack, case.problem))
+    plan._copies[1].offset = plan._copies[0].offset
+    with pytest.raises(errors.ProblemError, match="copy of B shares its workspace"):
+        run(launcher, pack, case, plan)
+    case = Case(64, 64, 4095, trans_b=1, align=2)
+    plan = pack.plan(
+        native.device_query(1), case.problem, kernel=copier(pack, case.problem), split=2
+    )
+    assert 0 < plan.regions[0].workspace_bytes <= plan._copies[0].offset
+    plan._copies[0].offset = 0
+    with pytest.raises(errors.ProblemError, match="copy of A shares its workspace"):
+        run(launcher, pack, case, plan)
+    assert launches() == []
+
+
 def test_repack(pack: native.Pack, launcher: native.Launcher) -> None:
     case = Case(64, 45, 304, align=2)
     case.problem.align_a = 16

@@ -357,3 +357,30 @@ def test_threads_with_streams_of_their_own(pack_path: Path) -> None:
         thread.join()
     assert failures == []
     assert len(launches()) == 160
+
+
+def test_threads_that_share_a_stream_do_not_part_regions(tmp_path: Path) -> None:
+    """Between two regions side by side, a kernel of another thread would run beside the second one
+    and count in the same counters."""
+    node = Node(write_pack_that_cuts(tmp_path / "sm_90.mpk"))
+    inputs = [array(133 * 128, 512), array(512, 128)]
+    node.launch(inputs)
+    first, second = (launch.grid for launch in launches())
+    driver.fake_reset()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            driver.fake_set_context(0)
+            for _ in range(300):
+                node.launch(inputs)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert [launch.grid for launch in launches()] == [first, second] * 1200

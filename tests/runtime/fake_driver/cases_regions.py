@@ -163,6 +163,61 @@ def test_plans_that_would_race_are_refused(pack: native.Pack, launcher: native.L
     assert len(launches()) == 2
 
 
+@pytest.mark.parametrize(
+    ("family", "split", "changes", "message"),
+    [
+        (TMA, 2, {"grid": 13}, "13 blocks do not fit"),
+        (TMA, 2, {"grid": 5}, "5 blocks do not fit"),
+        (TMA, 2, {"split": 3}, "in 3 slices, which 12 blocks do not fit"),
+        (TMA, 2, {"split": 1}, "cannot cut 8 K steps into 1 slices"),
+        (TMA, 2, {"split": 9, "grid": 54}, "cannot cut 8 K steps into 9 slices"),
+        (TMA, 2, {"split": -2}, "into -2 slices"),
+        (TMA, 2, {"workspace_bytes": 64}, "needs 12 x 16384 bytes of workspace and 6 counters"),
+        (TMA, 2, {"workspace_bytes": 0}, "not 0 and 6"),
+        (TMA, 2, {"counters": 5}, "not 196608 and 5"),
+        (TMA, 1, {"grid": 1}, "1 blocks do not fit"),
+        (TMA, 1, {"split": 2, "grid": 12}, "into 2 slices"),
+        (POINTER, 1, {"grid": 2**31 - 1}, "blocks do not fit"),
+        (TMA, 1, {"n": 124}, "which this part of them is not"),
+        (WS, 1, {"n0": 4, "n": 124}, "which this part of them is not"),
+        (WS, 1, {"grid": 7}, "7 blocks do not fit"),
+        (WS, 2, {"grid": 13}, "13 blocks do not fit"),
+        (WS, 2, {"counters": 1}, "counters, not"),
+    ],
+)
+def test_regions_that_their_kernel_would_overrun_are_refused(
+    pack: native.Pack, launcher: native.Launcher, family: native.Family, split: int,
+    changes: dict[str, int], message: str,
+) -> None:  # fmt: skip
+    case = Case(192, 128, 512)
+    plan = cut(pack, case, [(192, kernel_of(pack, family, split > 1), split, False)])
+    for field, value in changes.items():
+        setattr(plan._regions[0], field, value)
+    with pytest.raises(errors.ProblemError, match=message):
+        launcher.launch(
+            case.problem, plan, a=case.a.address, b=case.b.address, y=case.y.address,
+            workspace=0x10000, counters=0x10000,
+        )  # fmt: skip
+    assert not launches()
+
+
+def test_slices_that_leave_blocks_over_are_refused(
+    pack: native.Pack, launcher: native.Launcher
+) -> None:
+    """Blocks beyond tiles * split would take tiles that are not there."""
+    index = next(i for i, k in enumerate(pack.kernels) if k.sliced and not k.trans_b)
+    case = Case(256, 128, 512, dtype=native.Dtype(pack.kernels[index].dtype))
+    plan = pack.plan(native.device_query(1), case.problem, kernel=index, split=2)
+    assert plan._regions[0].grid == 8
+    for grid in (7, 9):
+        plan._regions[0].grid = grid
+        with pytest.raises(errors.ProblemError, match=f"{grid} blocks do not fit"):
+            launcher.launch(
+                case.problem, plan, a=case.a.address, b=case.b.address, y=case.y.address,
+                workspace=0x10000, counters=0x10000,
+            )  # fmt: skip
+
+
 # ---- the order of events ----
 
 
