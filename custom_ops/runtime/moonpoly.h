@@ -324,7 +324,9 @@ mp_status mp_repacked_problem(const mp_pack* pack, const mp_problem* problem, mp
                               int64_t* bytes);
 
 // Launches a plan on raw device pointers. stream: CUstream. workspace and counters must be at least
-// as large as the plan says, workspace 16-byte aligned; counters must be zero and are left zero.
+// as large as the plan says, workspace 16-byte aligned; counters must be zero and are left zero. Regions
+// may run side by side, so no other thread may queue launches with the same counters meanwhile.
+// MP_INVALID: regions that are not as mp_plan_problem makes them (grid, split, scratch, alignment).
 typedef struct mp_launcher mp_launcher;  // a pack loaded on one device
 mp_status mp_launcher_create(const mp_pack* pack, int32_t ordinal, mp_launcher** out);
 void mp_launcher_destroy(mp_launcher* launcher);
