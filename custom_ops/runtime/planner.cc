@@ -55,6 +55,21 @@ Extent extent_of(const mp_problem& p, const mp_region& r) {
   return e;
 }
 
+namespace {
+
+// Kernels that load by pointers were compiled to believe that rows are as long as their alignment
+// says, and test their masks that coarsely. Rows of a padded copy end earlier, at K: the zeros
+// behind them are harmless where both operands have them there, else they meet what lies behind the
+// other's.
+bool believes_in_longer_rows(const mp_kernel& k, const mp_problem& p) {
+  const int64_t row = p.k * element_bytes(p.dtype);
+  const bool longer = (!p.trans_a && row % k.align_a != 0) || (p.trans_b && row % k.align_b != 0);
+  const bool both_padded = !p.trans_a && p.trans_b && p.align_a == 16 && p.align_b == 16;
+  return longer && !both_padded;
+}
+
+}  // namespace
+
 const char* refusal(const mp_kernel& k, const mp_problem& p) {
   if (k.family == MP_COPY_PADDED) return "it copies and computes no product";
   if (k.dtype != p.dtype) return "it has another dtype";
@@ -64,6 +79,9 @@ const char* refusal(const mp_kernel& k, const mp_problem& p) {
     return "the operands are not aligned enough for it";
   }
   if (p.bias == MP_BIAS_MATRIX && !k.bias_matrix) return "it takes no matrix bias";
+  if (!uses_tensor_maps(k.family) && believes_in_longer_rows(k, p)) {
+    return "K is shorter than the padded rows of one operand";
+  }
   if (uses_tensor_maps(k.family)) {
     // A tensor map has no empty dimension, and its strides have 40 bits.
     if (p.k == 0) return "K is 0";

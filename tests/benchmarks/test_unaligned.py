@@ -32,7 +32,7 @@ def bench() -> Unaligned:
         ),
         (Shape("3", "", 33, 30, 40, "f32"), {"stored", "repacked"}),
     ],
-    ids=str,
+    ids=["nn", "nt", "f32"],
 )
 def test_every_way_computes_the_product(bench: Unaligned, shape: Shape, ways: set[str]) -> None:
     assert unaligned(shape)

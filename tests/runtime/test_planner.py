@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_pack import TinyKernel, h200, pack_bytes, standard_kernels, unaligned_kernels
 
-from moonpoly_ort import errors, native
+from moonpoly_ort import devices, errors, native, packs
 
 SIZES = st.one_of(
     st.integers(1, 300),
@@ -427,3 +427,33 @@ def test_copies_are_not_weighed_where_no_kernel_behind_them_cuts_k_so(tmp_path: 
         plan = pack.plan(h200(), p, split=20)  # 9 steps of 64, 33 of 16
         assert not plan.copies
         assert (plan.regions[0].kernel, plan.regions[0].split) == (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("layout", "align_b", "refused"),
+    [((0, 0), 16, True), ((0, 1), 16, False)],
+)
+def test_kernels_that_believe_in_longer_rows_take_no_padded_operand_alone(
+    layout: tuple[int, int], align_b: int, refused: bool
+) -> None:
+    """A copy of A ends at K = 100 in rows of 104: masks compiled for multiples of 8 would let rows
+    of B beyond K, which are no zeros, meet the padding.
+    """
+    device, pack = devices.lookup("H100"), native.Pack(packs.catalog(90))
+    p = problem(
+        64, 64, 100, lda=104, ldb=104 if layout[1] else 64, trans_b=layout[1],
+        align_a=16, align_b=align_b, align_c=16,
+    )  # fmt: skip
+    believing = [
+        i for i, k in enumerate(pack.kernels)
+        if k.family in (native.Family.GEMM_POINTER, native.Family.GEMM_DOT)
+        and (k.dtype, k.trans_a, k.trans_b) == (0, *layout) and not k.split_k
+        and k.align_a == 16 and k.align_b <= align_b
+    ]  # fmt: skip
+    assert believing
+    for i in believing:
+        if refused:
+            with pytest.raises(errors.KernelMissingError, match="K is shorter"):
+                pack.plan(device, p, kernel=i)
+        else:
+            pack.plan(device, p, kernel=i)
