@@ -134,9 +134,13 @@ def _ranks(node: ir.Node) -> Iterator[tuple[str, float]]:
 
 
 def _refuse_kernel(node: ir.Node) -> Refusal | None:
-    kernel = node.attributes.get_ints("kernel_shape", ())
     weight = node.inputs[1]
-    known = sizes(weight, 2 + len(kernel))[2:]
-    if weight is not None and any(map(differ, known, kernel)):
+    if weight is None or weight.shape is None:
+        return None
+    known = sizes(weight, len(weight.shape))[2:]
+    if 0 in known:
+        return invalid(f"W is {weight.shape}: a kernel of nothing")
+    kernel = node.attributes.get_ints("kernel_shape", ())
+    if any(map(differ, known, kernel)):
         return invalid(f"kernel_shape is {list(kernel)} and W is {weight.shape}")
     return None

@@ -317,11 +317,15 @@ def test_other_ranks_stay(rank: int, reason: str) -> None:
             "ConvTranspose <output_shape = [1, 6, 9]> (x, k)",
             "3 by output_shape",
         ),
+        ("float[n, 4, h] x", "Conv (x, nothing)", "W is [6,4,0]: a kernel of nothing"),
         ("float[n, 4, h] x, float[6, 4, 3] k", "Conv <pads = [1]> (x, k)", "0.5 by pads"),
     ],
 )
 def test_operands_that_do_not_fit_stay(operands: str, call: str, detail: str) -> None:
-    result = check(parse(f"g ({operands}) => (y) {{ y = {call} }}"))
+    model = parse(f"g ({operands}) => (y) {{ y = {call} }}")
+    nothing = np.zeros((6, 4, 0), np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(nothing, "nothing"))
+    result = check(model)
     assert refusals(result) == ["invalid"]
     assert detail in result.report[0].detail
 
