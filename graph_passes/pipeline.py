@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from moonpoly_ort.errors import ProblemError
 
-from . import domain
+from . import batch_normalization, domain
+from .batch_normalization import Initializers
 from .conv import ConvRule
 from .conv_transpose import ConvTransposeRule
 from .gemm import GemmRule
@@ -26,7 +27,10 @@ RULES: tuple[Rule, ...] = (
     ConvTransposeRule(),
 )
 
-ON_REQUEST = frozenset({"conv", "conv_transpose"})
+_NAMES = (*(rule.name for rule in RULES), batch_normalization.NAME)
+"""Of all rules, in the order they are applied."""
+
+ON_REQUEST = frozenset({"conv", "conv_transpose", batch_normalization.NAME})
 """Rules that apply only where they are named: the custom op library has no kernels for them yet."""
 
 _RULE_OF = {rule.op_type: rule for rule in RULES}
@@ -42,25 +46,36 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
     Raises:
         ProblemError: A name is not that of a rule.
     """
-    known = [rule.name for rule in RULES]
-    wanted = set(known) - ON_REQUEST if rules is None else set(_names(rules))
+    wanted = set(_NAMES) - ON_REQUEST if rules is None else set(_names(rules))
     unwanted = set(_names(disable))
-    if unknown := sorted((wanted | unwanted) - set(known)):
+    if unknown := sorted((wanted | unwanted) - set(_NAMES)):
         raise ProblemError(
-            f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(known)}."
+            f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(_NAMES)}."
         )
     return frozenset(wanted - unwanted)
+
+
+def described() -> list[tuple[str, str, str]]:
+    """Name, operator and transformation of all rules, in the order they are applied."""
+    folding = batch_normalization
+    return [
+        *((rule.name, rule.op_type, rule.transformation) for rule in RULES),
+        (folding.NAME, folding.OP_TYPE, folding.TRANSFORMATION),
+    ]
 
 
 def _names(names: Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> tuple[Entry, ...]:
+def apply(
+    model: onnx.ModelProto, initializers: Initializers, *, static: bool, enabled: frozenset[str]
+) -> tuple[Entry, ...]:
     """Rewrites `model` in place and says what became of each candidate.
 
     Only nodes that a rule takes are touched, apart from the functions, the opset import and the IR
-    version that those need; a model of which nothing is taken stays as it is.
+    version that those need; a model of which nothing is taken stays as it is. `initializers` are
+    those of the main graph: folding BatchNormalization needs the weights, and replaces them.
 
     Raises:
         ModelError: The graph is not valid ONNX, or uses the domain `ai.moonpoly` for other things.
@@ -71,7 +86,6 @@ def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> t
     body_opset = _body_opset(model)
     overridden = frozenset(f.name for f in model.functions if domain.is_standard(f.domain))
     report = []
-    taken = set()
     for number, (where, function, node) in enumerate(nodes):
         rule = _rule_for(node, function)
         if rule is None:
@@ -99,10 +113,16 @@ def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> t
                 rule.rewrite(view)
             _write_back(views[number][0], node, rule)
             domain.import_into(holder.opset_import)
-            taken.add(node.op_type)
-    if taken and body_opset is not None:
-        domain.declare(model, sorted(taken), body_opset)
+    if batch_normalization.NAME in enabled:
+        report += batch_normalization.fold(model, initializers, overridden)
+    if any(entry.taken for entry in report) and body_opset is not None:
+        domain.declare(model, sorted(_used(model)), body_opset)
     return tuple(report)
+
+
+def _used(model: onnx.ModelProto) -> set[str]:
+    """The operators of ours that the model calls."""
+    return {node.op_type for _, _, node in walk(model) if node.domain == domain.DOMAIN}
 
 
 def _rule_for(node: onnx.NodeProto, function: onnx.FunctionProto | None) -> Rule | None:

@@ -23,6 +23,10 @@ class Reason(enum.StrEnum):
     STATIC = "static"
     NEVER_CALLED = "never-called"
     UNBOUND_ATTRIBUTE = "unbound-attribute"
+    TRAINING = "training"
+    OTHER_READERS = "other-readers"
+    NOT_CONSTANT = "not-constant"
+    INEXACT = "inexact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Entry:
 
     Attributes:
         name: The node's name; may be empty or shared with another node.
-        op_type: MatMul, Gemm, Conv or ConvTranspose.
+        op_type: MatMul, Gemm, Conv or ConvTranspose; BatchNormalization behind a convolution that
+            was taken, where its rule applies.
         where: The graph that holds the node, e.g. `graph`, `graph/If[cond].then_branch`,
             `function my.domain.Linear`.
         output: Name of the node's first output, unique in its graph; empty for a malformed node.

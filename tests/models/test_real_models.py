@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import onnx
 import pytest
 
+import moonpoly_ort
 from tests.corpus import wheels
+from tests.corpus.comparing import relative_error
 from tests.corpus.references import Float64Reference, outputs_of, plain_session
 
 from . import battery
@@ -49,6 +52,30 @@ def test_the_expected_nodes_are_taken(
 def test_results_stay_the_same_bits(model: wheels.WheelModel, rewritten: battery.Rewritten) -> None:
     battery.check_without_library(rewritten, list(model.feeds()))
     battery.check_session(rewritten, list(model.feeds()))
+
+
+@pytest.mark.parametrize(
+    ("model", "folded"),
+    [
+        (wheels.PP_OCR_DETECTION, 2),  # a third one is not behind a convolution
+        (wheels.PP_OCR_RECOGNITION, 6),
+        (wheels.PP_OCR_DIRECTION, 35),
+    ],
+    ids=lambda value: value.id if isinstance(value, wheels.WheelModel) else "",
+)
+def test_normalizations_are_folded(model: wheels.WheelModel, folded: int) -> None:
+    """As far from the exact outputs as before; detection amplifies noise, so far is relative."""
+    path = model.path()
+    result = moonpoly_ort.rewrite(path, rules=[*battery.ALL_RULES, battery.FOLDING])
+    entries = [entry for entry in result.report if entry.rule == battery.FOLDING]
+    assert [entry.taken for entry in entries] == [True] * folded
+    onnx.checker.check_model(result.model, full_check=True)
+    before, after, exact = plain_session(path), plain_session(result.model), Float64Reference(path)
+    for feed in model.feeds():
+        wanted, got, own = exact(feed), outputs_of(after, feed), outputs_of(before, feed)
+        for name, value in got.items():
+            error = relative_error(own[name], wanted[name])
+            assert relative_error(value, wanted[name]) <= 1.5 * error + 1e-6
 
 
 @pytest.mark.parametrize("model", _INTERPRETED, ids=lambda model: model.id)

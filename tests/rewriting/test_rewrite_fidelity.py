@@ -227,6 +227,7 @@ def test_list_of_rules() -> None:
         ("gemm", "Gemm"),
         ("conv", "Conv"),
         ("conv_transpose", "ConvTranspose"),
+        ("batch_normalization", "BatchNormalization"),
     ]
     assert all(" -> ai.moonpoly." in rule.transformation for rule in list_rules())
 
