@@ -237,7 +237,8 @@ class TestInterpreter:
         model = parser.parse_model(
             """<ir_version: 8, opset_import: ["" : 18]>
             g (float[n, 3, h, w] x, float[3, 3, 3, 3] k, float[3] b, float[5, 4] v) => (y) {
-                t = Conv (x, k)  u = Conv (t, k, b)  z = ConvTranspose (u, k)  y = MatMul (z, v) }"""
+                t = Conv (x, k)  u = Conv (t, k, b)
+                z = ConvTranspose (u, k)  y = MatMul (z, v) }"""
         )
         feeds = {
             name: np.random.default_rng(i).standard_normal(shape).astype(np.float32)
