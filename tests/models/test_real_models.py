@@ -81,9 +81,11 @@ def test_normalizations_are_folded(model: wheels.WheelModel, folded: int) -> Non
 @pytest.mark.parametrize("model", _INTERPRETED, ids=lambda model: model.id)
 def test_kernels_give_the_exact_values(model: wheels.WheelModel) -> None:
     """Every product, those inside branches too. The interpreter rounds no operand to TF32, whose
-    kernels are fewer blocks and so quicker here: the accuracy is that of fp32.
+    kernels are fewer blocks and so quicker here: the accuracy is that of fp32, which is little for
+    detection, whose outputs for noise are next to nothing.
     """
     path, feed = model.path(), next(iter(model.feeds()))
     (got,) = battery.interpreted(path, [feed], "tf32")
-    plain = outputs_of(plain_session(path), feed)
-    battery.check_outputs(got, Float64Reference(path)(feed), plain, 1e-5)
+    plain, exact = outputs_of(plain_session(path), feed), Float64Reference(path)(feed)
+    own = max(relative_error(plain[name], exact[name]) for name in exact)
+    battery.check_outputs(got, exact, plain, max(1e-5, 1.5 * own))
