@@ -20,12 +20,13 @@ from .custom_ops.kernels import loading, pack_format
 from .custom_ops.kernels.pack_format import Param
 from .custom_ops.kernels.signature import PARAMETERS
 from .custom_ops.kernels.spec import Dtype, Family, KernelSpec, interpreted, name
+from .interpreted_conv import run_conv_region
 from .errors import MissingDependencyError, MoonPolyError
 
 if TYPE_CHECKING:
-    from .native import Pack, Plan, Problem, Region
+    from .native import Conv, Pack, Plan, Problem, Region
 
-__all__ = ["install", "run", "run_plan"]
+__all__ = ["install", "run", "run_conv", "run_conv_plan", "run_plan"]
 
 
 def _torch() -> Any:
@@ -113,6 +114,29 @@ def run_plan(
                 ) from error
 
 
+def run_conv_plan(
+    specs: Sequence[KernelSpec] | Mapping[int, KernelSpec],
+    conv: Conv,
+    plan: Plan,
+    x: int,
+    w: int,
+    bias: int | None,
+    y: int,
+) -> None:
+    """Computes a planned convolution on host memory; arguments and errors as of `run_plan`."""
+    torch = _torch()
+    with loading.TRITON:
+        for region in plan.regions:
+            spec = specs[region.kernel]
+            try:
+                with np.errstate(all="ignore"):
+                    run_conv_region(torch, _elements, spec, conv, region, x, w, bias, y)
+            except Exception as error:
+                raise MoonPolyError(
+                    f"kernel {name(spec)} failed in Triton's interpreter: {error}"
+                ) from error
+
+
 def _run_region(
     spec: KernelSpec, p: Problem, r: Region, a: int, b: int, bias: int | None, y: int
 ) -> None:
@@ -172,10 +196,18 @@ def _run_region(
 
 def run(pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
     """`run_plan` for a plan made from an open pack or catalog."""
+    run_plan(_specs(pack, plan), problem, plan, a, b, bias, y)
+
+
+def run_conv(pack: Pack, conv: Conv, plan: Plan, x: int, w: int, bias: int | None, y: int) -> None:
+    """`run_conv_plan` for a plan made from an open pack or catalog."""
+    run_conv_plan(_specs(pack, plan), conv, plan, x, w, bias, y)
+
+
+def _specs(pack: Pack, plan: Plan) -> dict[int, KernelSpec]:
     records = pack.kernels
     used = {r.kernel: records[r.kernel] for r in plan.regions}
-    specs = {i: pack_format.decode_spec(partial(getattr, record)) for i, record in used.items()}
-    run_plan(specs, problem, plan, a, b, bias, y)
+    return {i: pack_format.decode_spec(partial(getattr, record)) for i, record in used.items()}
 
 
 def install(pack: str | os.PathLike[str] | None = None) -> None:
@@ -193,4 +225,7 @@ def install(pack: str | os.PathLike[str] | None = None) -> None:
     def interpret(problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
         run_plan(specs, problem, plan, a, b, bias, y)
 
-    native.set_interpreter(interpret)
+    def convolve(conv: Conv, plan: Plan, x: int, w: int, bias: int | None, y: int) -> None:
+        run_conv_plan(specs, conv, plan, x, w, bias, y)
+
+    native.set_interpreter(interpret, convolve)

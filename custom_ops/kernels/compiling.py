@@ -20,6 +20,7 @@ from typing import Any
 from moonpoly_ort.errors import MissingDependencyError, PackError
 
 from . import loading
+from .conv_spec import taps
 from .pack_format import VERSION, Descriptor, PackedKernel, Param
 from .signature import PARAMETERS, launch_params
 from .spec import (
@@ -42,6 +43,11 @@ SOURCES = {
     Family.GEMM_TMA: ("tiles.py", "gemm_tma.py"),
     Family.GEMM_POINTER: ("tiles.py", "gemm_pointer.py"),
     Family.GEMM_WS: ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py"),
+    **{
+        family: ("tiles.py", "conv.py", *(["conv_depthwise.py"] if family.depthwise else []))
+        for family in Family
+        if family.convolves
+    },
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
@@ -102,6 +108,10 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
             return f"tensordesc<{element}[1, {box[0]}, {box[1]}]{layout}>"
         if param in (Param.PTR_A, Param.PTR_B, Param.PTR_Y, Param.PTR_BIAS):
             return f"*{element}"
+        if Param.CONV_X <= param <= Param.CONV_BIAS:
+            return f"*{element}"
+        if param >= Param.CONV_CHANNEL:
+            return "i64"
         if param is Param.PTR_WORKSPACE:
             return "*fp32"
         if param is Param.PTR_COUNTERS:
@@ -121,7 +131,7 @@ def _rounded(spec: KernelSpec, sm: int) -> str:
         return "none"
     if is_wide(spec, sm):
         return "none" if left_is_k_major(spec) else "left"
-    return "both" if spec.family is Family.GEMM_POINTER else "none"
+    return "none" if spec.family.tensor_maps else "both"
 
 
 def _shared_layout(dtype: Dtype, box: tuple[int, int]) -> Any:
@@ -145,6 +155,8 @@ def _divisors(spec: KernelSpec) -> dict[str, int]:
     if spec.family.tensor_maps:
         return divisors
     e = spec.dtype.bytes
+    if spec.family.convolves:
+        return _conv_divisors(spec)
     for pointer, pitch, batch, length, align in (
         ("a", "lda", "a_batch", "M" if spec.trans_a else "K", spec.align_a),
         ("b", "ldb", "b_batch", "K" if spec.trans_b else "N", spec.align_b),
@@ -154,6 +166,19 @@ def _divisors(spec: KernelSpec) -> dict[str, int]:
         for argument in (pitch, batch, length):
             divisors[argument] = max(divisors.get(argument, 1), align // e)
     return {argument: divisor for argument, divisor in divisors.items() if divisor > 1}
+
+
+def _conv_divisors(spec: KernelSpec) -> dict[str, int]:
+    e = spec.dtype.bytes
+    divisors = {"x": e, "w": spec.align_a, "y": e, "bias": e}
+    if spec.family.depthwise:
+        return divisors
+    if spec.align_a == 16:
+        strides = ("w_g", "w_k", "w_h", "w_w") if taps(spec.family) == 1 else ("w_g", "w_k", "w_h")
+        divisors |= dict.fromkeys(strides, 16 // e)
+        if taps(spec.family) > 1:
+            divisors["w_c"] = taps(spec.family)
+    return divisors | {"workspace": 16}
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

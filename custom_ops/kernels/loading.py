@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .spec import Family, KernelSpec
+from .conv_spec import is_transposed, taps
+from .spec import Dtype, Family, KernelSpec
 
 # The interpreter replaces functions of `triton.language` while a kernel runs, so it and a
 # compilation exclude each other, and so do two interpretations.
@@ -41,13 +42,23 @@ def kernel(family: Family, *, interpret: bool = False) -> Any:
             module = types.ModuleType(package)
             module.__path__ = [str(Path(__file__).parent)]
             sys.modules[package] = module
-        return getattr(importlib.import_module(f"{package}.{family}"), str(family))
+        source = _source(family)
+        return getattr(importlib.import_module(f"{package}.{source}"), source)
+
+
+def _source(family: Family) -> str:
+    """The module of a family's kernel, and the kernel's name there."""
+    if family.convolves:
+        return "conv_depthwise" if family.depthwise else "conv"
+    return str(family)
 
 
 def constants(
     spec: KernelSpec, *, rounded: str = "none", dependent_launch: bool = False
 ) -> dict[str, Any]:
     """The compile-time arguments of a kernel; `rounded` names the TF32 factors it rounds itself."""
+    if spec.family.convolves:
+        return _conv_constants(spec, rounded)
     common: dict[str, Any] = {
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
         "TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b,
@@ -63,3 +74,17 @@ def constants(
     if spec.family is Family.GEMM_TMA:
         common["DEPENDENT_LAUNCH"] = dependent_launch
     return common
+
+
+def _conv_constants(spec: KernelSpec, rounded: str) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "BM": spec.bm, "BN": spec.bn, "GROUP_M": spec.group_m,
+        "TRANSPOSED": is_transposed(spec.family),
+    }  # fmt: skip
+    if spec.family.depthwise:
+        return common
+    return common | {
+        "BK": spec.bk, "TAPS": taps(spec.family), "PACKED": spec.align_a == 16,
+        "PREFETCH": spec.dtype is not Dtype.F32, "SPLIT_K": spec.split_k, "SWAP": spec.swap,
+        "PRECISION": str(spec.precision), "ROUND": rounded, "UNIT": 16 // spec.dtype.bytes,
+    }  # fmt: skip

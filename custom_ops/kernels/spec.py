@@ -15,11 +15,26 @@ class Family(StrEnum):
     GEMM_TMA = "gemm_tma"
     GEMM_POINTER = "gemm_pointer"
     GEMM_WS = "gemm_ws"
+    CONV = "conv"
+    CONV_TAPS4 = "conv_taps4"
+    CONV_TAPS8 = "conv_taps8"
+    CONV_TRANSPOSED = "conv_transposed"
+    CONV_DEPTHWISE = "conv_depthwise"
+    CONV_DEPTHWISE_TRANSPOSED = "conv_depthwise_transposed"
 
     @property
     def tensor_maps(self) -> bool:
         """Whether operands and result go through TMA tensor maps."""
-        return self is not Family.GEMM_POINTER
+        return self is not Family.GEMM_POINTER and not self.convolves
+
+    @property
+    def convolves(self) -> bool:
+        """Whether it computes convolutions; the others compute matrix products."""
+        return self.value.startswith("conv")
+
+    @property
+    def depthwise(self) -> bool:
+        return self.value.startswith("conv_depthwise")
 
 
 class Dtype(StrEnum):
@@ -95,9 +110,9 @@ class KernelSpec:
 def name(spec: KernelSpec) -> str:
     """The kernel's unique name, e.g. `gemm_tma_f16_nn_128x256x64_w8_s3`."""
     dtype = "f32ieee" if spec.precision is Precision.IEEE else str(spec.dtype)
-    layout = "nt"[spec.trans_a] + "nt"[spec.trans_b]
+    layout = "" if spec.family.convolves else "_" + "nt"[spec.trans_a] + "nt"[spec.trans_b]
     parts = [
-        f"{spec.family}_{dtype}_{layout}_{spec.bm}x{spec.bn}x{spec.bk}_w{spec.warps}_s{spec.stages}",
+        f"{spec.family}_{dtype}{layout}_{spec.bm}x{spec.bn}x{spec.bk}_w{spec.warps}_s{spec.stages}",
         "" if spec.group_m == 8 else f"g{spec.group_m}",
         "swap" if spec.swap else "",
         "split" if spec.split_k else "",
@@ -119,7 +134,7 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             return reason
     elif spec.warps not in (1, 2, 4, 8):
         return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
-    for field in ("bm", "bn", "bk"):
+    for field in ("bm", "bn", "bk") if not spec.family.depthwise else ():
         size = getattr(spec, field)
         by_consumers = spec.family is Family.GEMM_WS and field == "bm"  # checked already
         if size not in (16, 32, 64, 128, 256) and not by_consumers:
@@ -144,6 +159,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             f"{spec.bm}x{spec.bn} sums take more than 128 registers a thread of "
             f"{spec.multiplying_warps} warps"
         )
+    if spec.family.convolves and (reason := conv_spec.why_illegal_conv(spec)):
+        return reason
     shared, _ = estimated_resources(spec, sm)
     if shared > SHARED_LIMIT[sm]:
         return f"{shared} bytes of shared memory exceed the {SHARED_LIMIT[sm]} of sm_{sm}"
@@ -191,7 +208,8 @@ def accepts(
     A tensor map cannot describe a matrix without elements, so K = 0 is left to the pointer family.
     """
     return (
-        spec.dtype is dtype
+        not spec.family.convolves
+        and spec.dtype is dtype
         and spec.precision is precision
         and (spec.trans_a, spec.trans_b) == (trans_a, trans_b)
         and spec.bias_matrix >= bias_matrix
@@ -238,6 +256,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
     e = spec.dtype.bytes
     if spec.family is Family.GEMM_WS:
         return _resources_ws(spec)
+    if spec.family.convolves:
+        return conv_spec.conv_resources(spec, is_wide(spec, sm))
     wide = is_wide(spec, sm)
     left = (
         (spec.align_b, spec.bk * spec.bn * e)
@@ -498,8 +518,13 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
             out += _expand(
                 SPECIALIZED, KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout), sm
             )
+    out += conv_spec.conv_specs(wide=sm in (90, 100))
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 
 def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:
     return replace(spec, align_a=a, align_b=b, align_c=c)
+
+
+# It is made of what this module defines.
+from . import conv_spec  # noqa: E402

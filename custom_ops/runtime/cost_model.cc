@@ -98,7 +98,7 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
   // the K loop is not pipelined, and the latency comes on top.
   double issue = 0, latency = kLoadLatencyUs * model.clocks_per_us;
   bool pipelined = true;
-  if (k.family == MP_GEMM_POINTER) {
+  if (k.family == MP_GEMM_POINTER || is_convolution(k)) {
     const auto clocks = [](double tile_bytes, int align) {
       return tile_bytes / align / 32 * (align < 4 ? kNarrowLoadClocks : kWideLoadClocks);
     };

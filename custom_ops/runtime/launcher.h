@@ -52,6 +52,9 @@ class Launcher {
   // plan).
   void launch(const mp_problem& problem, const mp_plan& plan, const Operands& operands,
               void* workspace, void* counters, CUstream stream, TensorMapCache* maps);
+  // The same for a convolution; `operands` are W, X, bias and Y.
+  void launch_conv(const mp_conv& conv, const mp_plan& plan, const Operands& operands,
+                   void* workspace, void* counters, CUstream stream);
 
   // Zeroed arrival counters that belong to the stream, or null: then (no room, or the handle means
   // several streams, or the stream is being captured, and a graph may replay beside its own stream)

@@ -33,6 +33,10 @@ class Ort {
   int64_t attribute(const OrtKernelInfo* info, const char* name, int64_t otherwise) const {
     return found(api_->KernelInfoGetAttribute_int64(info, name, &otherwise)), otherwise;
   }
+  // A string, "" if the node has no such attribute.
+  std::string text_attribute(const OrtKernelInfo* info, const char* name) const;
+  // How many values a list has, 0 if the node has no such attribute; at most `room` are stored.
+  int list_attribute(const OrtKernelInfo* info, const char* name, int64_t* out, int room) const;
   std::string node_name(const OrtKernelInfo* info) const;
   // Through the session's logger; silent if it has none.
   void warn(const OrtKernelInfo* info, const std::string& text) const;

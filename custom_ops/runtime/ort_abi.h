@@ -70,7 +70,8 @@ struct OrtApi {
                                              float* out);
   OrtStatus* (*KernelInfoGetAttribute_int64)(const OrtKernelInfo* info, const char* name,
                                              int64_t* out);
-  OrtFn unused_87;
+  OrtStatus* (*KernelInfoGetAttribute_string)(const OrtKernelInfo* info, const char* name,
+                                              char* out, size_t* bytes);
   OrtStatus* (*KernelContext_GetInputCount)(const OrtKernelContext* context, size_t* out);
   OrtFn unused_89;
   OrtStatus* (*KernelContext_GetInput)(const OrtKernelContext* context, size_t index,
@@ -89,7 +90,10 @@ struct OrtApi {
                                       const char* value);
   OrtFn unused_131;
   void (*ReleaseAllocator)(OrtAllocator* allocator);
-  OrtFn unused_133[60];
+  OrtFn unused_133[30];
+  OrtStatus* (*KernelInfoGetAttributeArray_int64)(const OrtKernelInfo* info, const char* name,
+                                                  int64_t* out, size_t* count);
+  OrtFn unused_164[29];
   OrtStatus* (*KernelContext_GetGPUComputeStream)(const OrtKernelContext* context, void** out);
   OrtFn unused_194[43];
   OrtStatus* (*HasSessionConfigEntry)(const OrtSessionOptions* options, const char* key, int* out);
@@ -101,7 +105,10 @@ struct OrtApi {
   OrtFn unused_246;
   OrtStatus* (*Logger_LogMessage)(const OrtLogger* logger, OrtLoggingLevel level, const char* text,
                                   const char* file, int line, const char* function);
-  OrtFn unused_248[20];
+  OrtFn unused_248;
+  OrtStatus* (*KernelInfoGetConstantInput_tensor)(const OrtKernelInfo* info, size_t index,
+                                                  int* is_constant, const OrtValue** out);
+  OrtFn unused_250[18];
   OrtStatus* (*ShapeInferContext_GetInputTypeShape)(const OrtShapeInferContext* context,
                                                     size_t index, OrtTensorTypeAndShapeInfo** out);
   OrtFn unused_269;
@@ -133,6 +140,7 @@ MOONPOLY_SLOT(GetTensorTypeAndShape, 65);
 MOONPOLY_SLOT(MemoryInfoGetId, 72);
 MOONPOLY_SLOT(AllocatorGetInfo, 77);
 MOONPOLY_SLOT(KernelInfoGetAttribute_float, 85);
+MOONPOLY_SLOT(KernelInfoGetAttribute_string, 87);
 MOONPOLY_SLOT(KernelContext_GetInputCount, 88);
 MOONPOLY_SLOT(KernelContext_GetOutput, 91);
 MOONPOLY_SLOT(ReleaseStatus, 93);
@@ -140,10 +148,12 @@ MOONPOLY_SLOT(ReleaseTensorTypeAndShapeInfo, 99);
 MOONPOLY_SLOT(GetAvailableProviders, 125);
 MOONPOLY_SLOT(AddSessionConfigEntry, 130);
 MOONPOLY_SLOT(ReleaseAllocator, 132);
+MOONPOLY_SLOT(KernelInfoGetAttributeArray_int64, 163);
 MOONPOLY_SLOT(KernelContext_GetGPUComputeStream, 193);
 MOONPOLY_SLOT(HasSessionConfigEntry, 237);
 MOONPOLY_SLOT(KernelInfo_GetNodeName, 244);
 MOONPOLY_SLOT(Logger_LogMessage, 247);
+MOONPOLY_SLOT(KernelInfoGetConstantInput_tensor, 249);
 MOONPOLY_SLOT(ShapeInferContext_GetInputTypeShape, 268);
 MOONPOLY_SLOT(ShapeInferContext_SetOutputTypeShape, 270);
 MOONPOLY_SLOT(SetSymbolicDimensions, 271);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "conv_planner.h"
 #include "error.h"
 #include "planner.h"
 
@@ -77,7 +78,9 @@ std::shared_ptr<const Pack> Pack::open(const std::string& path) {
   pack->verify();
   for (int i = 0; i < pack->kernel_count(); ++i) {
     const mp_kernel& k = pack->kernel(i);
-    pack->classes_[class_index(k.dtype, k.precision, k.trans_a, k.trans_b)].push_back(i);
+    (is_convolution(k) ? pack->convolutions_
+                       : pack->classes_[class_index(k.dtype, k.precision, k.trans_a, k.trans_b)])
+        .push_back(i);
   }
   open_packs[id] = pack;
   return pack;
@@ -125,7 +128,9 @@ void Pack::verify_kernel(int index) const {
     fail(MP_BAD_PACK, "kernel pack '", path_, "': kernel ", index, " ", why..., kRebuild);
   };
   if (!terminated(k.name) || !terminated(k.entry)) refuse("has no terminated name");
-  if (k.family < 0 || k.family > MP_GEMM_WS || k.dtype < 0 || k.dtype > MP_F32 || k.precision < 0 ||
+  const bool known_family = (k.family >= 0 && k.family <= MP_GEMM_WS) ||
+                            (k.family >= MP_CONV && k.family <= MP_CONV_DEPTHWISE_TRANSPOSED);
+  if (!known_family || k.dtype < 0 || k.dtype > MP_F32 || k.precision < 0 ||
       k.precision > MP_IEEE || (k.trans_a | k.trans_b) & ~1) {
     refuse(k.name, " has an unknown family, dtype, precision or layout");
   }
@@ -151,7 +156,10 @@ void Pack::verify_kernel(int index) const {
   int arguments = 0;
   for (int i = 0; i < k.param_count; ++i) {
     const int32_t p = params(k)[i];
-    if (p < MP_P_DESC_A || p > MP_P_BATCH) refuse(k.name, " has the unknown parameter code ", p);
+    const bool of_conv = p >= MP_P_CONV_X && p <= MP_P_CONV_W_W;
+    if (is_convolution(k) && p <= MP_P_PTR_BIAS) refuse(k.name, " takes operands of a product");
+    if (!of_conv && (p < MP_P_DESC_A || p > MP_P_BATCH))
+      refuse(k.name, " has the unknown parameter code ", p);
     arguments += p <= MP_P_DESC_Y ? 7 : 1;
     if (p > MP_P_DESC_Y || k.cubin_bytes == 0) continue;  // a catalog has no boxes
     const mp_desc_shape& d = k.desc[p - MP_P_DESC_A];
@@ -181,9 +189,18 @@ std::shared_ptr<const Planner> Pack::planner(const mp_device& device) const {
   std::strncpy(normal.name, device.name, sizeof normal.name);  // clears what follows the NUL
   const std::string key(reinterpret_cast<const char*>(&normal), sizeof normal);
   std::lock_guard<std::mutex> lock(planners_mutex_);
-  if (planners_.size() >= 64) planners_.clear();  // only a search over invented devices gets here
+  if (planners_.size() >= 64)
+    planners_.clear(), conv_planners_.clear();  // only a search over invented devices gets here
   auto& slot = planners_[key];
   if (!slot) slot = std::make_shared<const Planner>(*this, normal);
+  return slot;
+}
+
+std::shared_ptr<const ConvPlanner> Pack::conv_planner(const mp_device& device) const {
+  auto planner = this->planner(device);
+  std::lock_guard<std::mutex> lock(planners_mutex_);
+  auto& slot = conv_planners_[planner.get()];
+  if (!slot) slot = std::make_shared<const ConvPlanner>(*this, std::move(planner));
   return slot;
 }
 

@@ -45,6 +45,10 @@ class Planner {
   bool has_table() const { return has_table_; }
   const mp_device& device() const { return device_; }
 
+  // What the planner of convolutions chooses by.
+  const DeviceModel& model() const { return model_; }
+  const KernelCost& cost(int kernel) const { return costs_[kernel]; }
+
  private:
   struct Choice {
     int kernel = -1, split = 1;

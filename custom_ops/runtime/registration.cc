@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 
+#include "conv_op.h"
 #include "driver.h"
 #include "error.h"
 #include "moonpoly.h"
@@ -121,6 +122,7 @@ bool resolve_backend(const Ort& ort, Settings* settings) {
 OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
   struct Registered {
     std::vector<std::unique_ptr<Op>> ops;
+    std::vector<std::unique_ptr<ConvOp>> conv_ops;
     OrtCustomOpDomain* domain = nullptr;
   };
   static std::mutex mutex;
@@ -134,6 +136,7 @@ OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
   Registered& entry = domains[key.str()];
   if (entry.domain) return entry.domain;
   entry.ops.clear();  // of an attempt that failed
+  entry.conv_ops.clear();
   const auto shared = std::make_shared<const Settings>(settings);
   OrtCustomOpDomain* domain = nullptr;
   ort(ort->CreateCustomOpDomain("ai.moonpoly", &domain));
@@ -141,6 +144,12 @@ OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
     for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
       entry.ops.push_back(std::make_unique<Op>(ort.api(), kind, dtype, shared));
       ort(ort->CustomOpDomain_Add(domain, entry.ops.back().get()));
+    }
+  }
+  for (bool transposed : {false, true}) {
+    for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
+      entry.conv_ops.push_back(std::make_unique<ConvOp>(ort.api(), transposed, dtype, shared));
+      ort(ort->CustomOpDomain_Add(domain, entry.conv_ops.back().get()));
     }
   }
   return entry.domain = domain;

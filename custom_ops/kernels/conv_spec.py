@@ -1,0 +1,132 @@
+"""The convolution kernels of a pack, beside those of matrix products in `spec`. Imports neither
+Triton nor torch.
+
+A conv kernel's alignments: A is W, 16 where W is packed for the family (`mp_conv` says how), else
+the element size for W as it is stored; B and C are X and Y, in which nothing is aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from .spec import Dtype, Family, KernelSpec, Precision
+
+TAPS = {Family.CONV_TAPS4: 4, Family.CONV_TAPS8: 8}
+
+
+def taps(family: Family) -> int:
+    """Neighbouring taps along the width that one K step covers."""
+    return TAPS.get(family, 1)
+
+
+def is_transposed(family: Family) -> bool:
+    return family in (Family.CONV_TRANSPOSED, Family.CONV_DEPTHWISE_TRANSPOSED)
+
+
+class ConvTile(NamedTuple):
+    """A tile for 2-byte elements; f32 takes half of `bk`. Letters: s also with split-K, f also for
+    f32, u also for a W that is not packed, k for few channels, t for transposed convolutions.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    use: str
+    swap: bool = False
+
+
+WIDE = (
+    ConvTile(128, 128, 64, 8, 3, ""),
+    ConvTile(128, 128, 32, 8, 3, "ft"),
+    ConvTile(64, 128, 32, 4, 3, "sfkt"),
+    ConvTile(64, 256, 32, 8, 3, ""),
+    ConvTile(64, 64, 64, 8, 3, "s"),
+    ConvTile(64, 64, 32, 4, 3, "sfut"),
+    ConvTile(32, 128, 32, 4, 3, "sfk", swap=True),
+    ConvTile(16, 128, 32, 4, 3, "fukt", swap=True),
+)
+NARROW = tuple(tile._replace(swap=False) for tile in WIDE)
+IEEE = (
+    ConvTile(64, 128, 32, 8, 2, "f"),
+    ConvTile(64, 64, 32, 8, 2, "sfut"),
+    ConvTile(16, 128, 32, 4, 2, "fukt"),
+)
+# (channels, pixels, warps) of a depthwise tile.
+DEPTHWISE = ((1, 512, 4), (4, 256, 4), (16, 64, 4))
+
+
+def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterator[KernelSpec]:
+    f32 = like.dtype is Dtype.F32
+    use = {
+        Family.CONV: "", Family.CONV_TAPS4: "k", Family.CONV_TAPS8: "k",
+        Family.CONV_TRANSPOSED: "t",
+    }[like.family]  # fmt: skip
+    wanted = use + "f" * f32 + "u" * (like.align_a < 16)
+    for tile in tiles:
+        if any(letter not in tile.use for letter in wanted):
+            continue
+        # TF32 operands of wgmma must be K-major in shared memory; X, which is not, has to be the
+        # left factor, which may come from registers.
+        tf32 = f32 and like.precision is Precision.TF32
+        spec = replace(
+            like, bm=tile.bm, bn=tile.bn, bk=tile.bk // 2 if f32 else tile.bk, warps=tile.warps,
+            stages=tile.stages, swap=tile.swap or (wide and tf32),
+        )  # fmt: skip
+        yield spec
+        if "s" in tile.use:
+            yield replace(spec, split_k=True)
+
+
+def conv_specs(*, wide: bool) -> list[KernelSpec]:
+    """The conv kernels of an architecture with (`wide`) or without wgmma or tcgen05. Every
+    convolution in f16, bf16 or f32 has a kernel, whatever its W.
+    """
+    out: list[KernelSpec] = []
+    modes = [(dtype, Precision.TF32) for dtype in Dtype] + [(Dtype.F32, Precision.IEEE)]
+    for dtype, precision in modes:
+        e = dtype.bytes
+        tiles = IEEE if precision is Precision.IEEE else WIDE if wide else NARROW
+        for family in (
+            Family.CONV, Family.CONV_TAPS4, Family.CONV_TAPS8, Family.CONV_TRANSPOSED,
+        ):  # fmt: skip
+            for align in (16, e) if family in (Family.CONV, Family.CONV_TRANSPOSED) else (16,):
+                like = KernelSpec(
+                    family, dtype, 16, 16, 16, 4, 2, precision=precision,
+                    align_a=align, align_b=e, align_c=e,
+                )  # fmt: skip
+                out += _expand(tiles, like, wide)
+        for family in (Family.CONV_DEPTHWISE, Family.CONV_DEPTHWISE_TRANSPOSED):
+            out += [
+                KernelSpec(
+                    family, dtype, bm, bn, 1, warps, 1, precision=precision,
+                    align_a=e, align_b=e, align_c=e,
+                )
+                for bm, bn, warps in DEPTHWISE
+            ]  # fmt: skip
+    return out
+
+
+def why_illegal_conv(spec: KernelSpec) -> str | None:
+    """What a conv kernel lacks beyond the rules for all kernels, or None."""
+    if spec.trans_a or spec.trans_b or spec.bias_matrix:
+        return "a convolution has no operand layouts and a bias for each channel"
+    if spec.family.depthwise and (spec.split_k or spec.bk != 1 or spec.bm * spec.bn > 2048):
+        return "a depthwise kernel sums over taps alone, for at most 2048 outputs"
+    return None
+
+
+def conv_resources(spec: KernelSpec, wide: bool) -> tuple[int, int]:
+    """(shared bytes per block, registers per thread), near what the compiler reports."""
+    if spec.family.depthwise:
+        return 0, 64
+    e, threads = spec.dtype.bytes, 32 * spec.warps
+    w_tile, x_tile = spec.bm * spec.bk * e, spec.bk * spec.bn * e
+    buffers = spec.stages if wide else max(spec.stages - 1, 1)
+    loop = w_tile * (buffers if spec.align_a >= 4 else 1) + x_tile * (buffers if e == 4 else 1)
+    stored = spec.bm * spec.bn * (4 if spec.split_k and wide else e)
+    sums, loads = spec.bm * spec.bn // threads, spec.bk * spec.bn // threads
+    return max(loop, stored), min(255, sums + 3 * loads + 64)
