@@ -28,7 +28,13 @@ from typing import Any
 
 import onnxruntime as ort
 
-from benchmarks import checks_execution, checks_kernels, checks_models, checks_sanitizer
+from benchmarks import (
+    checks_conv,
+    checks_execution,
+    checks_kernels,
+    checks_models,
+    checks_sanitizer,
+)
 from benchmarks.machine import Setting, architecture, commit, environment, unpacked
 from benchmarks.recording import START, Outcome, Recorder, plain, run_section, say
 from benchmarks.running import CUDA, Provider
@@ -46,6 +52,9 @@ SECTIONS: dict[str, tuple[Work, float]] = {
     "cuda_graph": (checks_execution.cuda_graph, 30),
     "bert": (checks_models.bert, 100),
     "times": (checks_execution.times, 40),
+    "conv_kernels": (checks_conv.kernels, 60),
+    "conv_chain": (checks_conv.chain, 30),
+    "conv_times": (checks_conv.times, 45),
     "devices": (checks_execution.devices, 20),
     "sanitizer": (checks_sanitizer.sanitizer, 90),
 }

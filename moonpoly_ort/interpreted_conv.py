@@ -1,4 +1,4 @@
-"""Convolutions in Triton's interpreter: what `interpreter` needs to run one region of their plans."""
+"""Convolutions in Triton's interpreter: one region of a plan. `interpreter` is the public side."""
 
 from __future__ import annotations
 

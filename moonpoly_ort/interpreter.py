@@ -20,8 +20,8 @@ from .custom_ops.kernels import loading, pack_format
 from .custom_ops.kernels.pack_format import Param
 from .custom_ops.kernels.signature import PARAMETERS
 from .custom_ops.kernels.spec import Dtype, Family, KernelSpec, interpreted, name
-from .interpreted_conv import run_conv_region
 from .errors import MissingDependencyError, MoonPolyError
+from .interpreted_conv import run_conv_region
 
 if TYPE_CHECKING:
     from .native import Conv, Pack, Plan, Problem, Region

@@ -5,8 +5,8 @@ and checks their sizes against the library's.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
 from collections.abc import Sequence
+from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
 from enum import IntEnum
 
 MAX_REGIONS = 16
@@ -90,10 +90,7 @@ class Conv(_Struct):
     _fields_ = [
         *((name, c_int32) for name in ("dtype", "precision", "transposed", "bias")),
         *((name, c_int64) for name in ("n", "groups", "c", "k")),
-        *(
-            (name, c_int64 * 3)
-            for name in ("inputs", "out", "kernel", "stride", "dilation", "pad")
-        ),
+        *((name, c_int64 * 3) for name in ("inputs", "out", "kernel", "stride", "dilation", "pad")),
         *((name, c_int64) for name in ("w_g", "w_k", "w_c", "w_h", "w_w")),
         ("w_taps", c_int32),
         ("reserved", c_int32),

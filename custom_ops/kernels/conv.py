@@ -121,9 +121,9 @@ def conv(
     acc = tl.full((ROWS, COLS), 0.0, tl.float32)
     if PREFETCH:
         x_next = load_pixels(
-            x, c, tap_d, tap_h, tap_w, offs_n < N * tl.minimum(last - first, 1), C, d, h, v, in_d, in_h, in_w,
-            kernel_w, stride_d, stride_h, stride_w, dilation_d, dilation_h, dilation_w,
-            pad_d, pad_h, pad_w, channel, BK, TAPS, TRANSPOSED,
+            x, c, tap_d, tap_h, tap_w, offs_n < N * tl.minimum(last - first, 1), C, d, h, v,
+            in_d, in_h, in_w, kernel_w, stride_d, stride_h, stride_w,
+            dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel, BK, TAPS, TRANSPOSED,
         )  # fmt: skip
     for step in range(first, last):
         # The divisions tell the compiler what both are multiples of.

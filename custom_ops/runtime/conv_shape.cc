@@ -65,7 +65,15 @@ void resolve_transposed(const mp_conv_attributes& a, Axis* axis) {
   const int64_t whole = axis->stride * (axis->in - 1) + axis->output_padding + reach;
   const bool same = a.auto_pad == MP_SAME_UPPER || a.auto_pad == MP_SAME_LOWER;
   if (a.output_shape_count || same) {
-    axis->out = a.output_shape_count ? axis->output_shape : axis->in * axis->stride;
+    // SAME means in * stride pixels, or all where the kernel does not reach so far.
+    axis->out =
+        a.output_shape_count ? axis->output_shape : std::min(axis->in * axis->stride, whole);
+    // What a strided Conv of that output would drop again may be missing, but no more.
+    if (axis->out - whole >= axis->stride) {
+      fail(MP_INVALID, "ConvTranspose: output_shape holds ", axis->out, ", but ", axis->in,
+           " pixels with stride ", axis->stride, " and a kernel that reaches over ", reach,
+           " give at most ", whole + axis->stride - 1);
+    }
     distribute(clamp_to_zero(whole - axis->out), a.auto_pad == MP_SAME_UPPER, axis);
     return;
   }

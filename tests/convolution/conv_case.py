@@ -140,8 +140,8 @@ class Guarded:
 
 def check(
     case: ConvCase, pack: native.Pack, device: native.Device, *, kernel: int = -1, split: int = 0
-) -> native.Plan:
-    """Plans and runs a convolution that is no matrix product, and compares; the plan."""
+) -> tuple[native.Plan, Array]:
+    """Plans and runs a convolution that is no matrix product, and compares; the plan and Y."""
     x, w, bias = case.operands()
     problem = case.problem()
     conv = problem.conv
@@ -163,7 +163,7 @@ def check(
     )  # fmt: skip
     assert y.untouched_around(), "written outside of the output"
     compare(y.values, expected, conv, case.dtype)
-    return plan
+    return plan, y.values
 
 
 def compare(values: Array, expected: Array, conv: native.Conv, dtype: native.Dtype) -> None:
