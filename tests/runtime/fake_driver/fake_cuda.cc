@@ -180,6 +180,14 @@ EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   return *pointer = reinterpret_cast<uint64_t>(memory), 0;
 }
 EXPORT int cuMemFree_v2(uint64_t pointer) { return std::free(reinterpret_cast<void*>(pointer)), 0; }
+EXPORT int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
+  if (contexts.empty()) return 201;
+  return std::memcpy(to, reinterpret_cast<void*>(from), bytes), 0;
+}
+EXPORT int cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t bytes) {
+  if (contexts.empty()) return 201;
+  return std::memcpy(reinterpret_cast<void*>(to), from, bytes), 0;
+}
 // Asynchronous to the host, like the driver's, and here as late as it may be.
 EXPORT int cuMemsetD32_v2(uint64_t pointer, unsigned value, size_t count) {
   std::lock_guard<std::mutex> lock(mutex);
