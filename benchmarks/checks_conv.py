@@ -210,6 +210,7 @@ def chain(setting: Setting, record: Recorder) -> None:
     turns: dict[str, float] = {}
     for name, runs in bound.items():
         sweeps = 20 if name == "ours" and not setting.quick else 2
+        _sweep(runs)  # sizes that were all seen before
         turns[name] = _median_us([_sweep(runs) for _ in range(sweeps)]) / len(runs)
         if name != "default":  # a search for each size: seconds
             steady[name] = sum(_steady_us(one, 2 if setting.quick else 20) for one in runs) / len(

@@ -53,8 +53,8 @@ SECTIONS: dict[str, tuple[Work, float]] = {
     "bert": (checks_models.bert, 100),
     "times": (checks_execution.times, 40),
     "conv_kernels": (checks_conv.kernels, 60),
-    "conv_chain": (checks_conv.chain, 30),
-    "conv_times": (checks_conv.times, 45),
+    "conv_chain": (checks_conv.chain, 40),
+    "conv_times": (checks_conv.times, 40),
     "devices": (checks_execution.devices, 20),
     "sanitizer": (checks_sanitizer.sanitizer, 90),
 }

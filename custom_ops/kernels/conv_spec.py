@@ -42,7 +42,7 @@ class ConvTile(NamedTuple):
 WIDE = (
     ConvTile(128, 128, 64, 8, 3, ""),
     ConvTile(128, 128, 32, 8, 3, "ft"),
-    ConvTile(64, 128, 32, 4, 3, "sfkt"),
+    ConvTile(64, 128, 32, 4, 3, "sfk"),
     ConvTile(64, 256, 32, 8, 3, ""),
     ConvTile(64, 64, 64, 8, 3, "s"),
     ConvTile(64, 64, 32, 4, 3, "sfut"),
@@ -126,7 +126,15 @@ def conv_resources(spec: KernelSpec, wide: bool) -> tuple[int, int]:
     e, threads = spec.dtype.bytes, 32 * spec.warps
     w_tile, x_tile = spec.bm * spec.bk * e, spec.bk * spec.bn * e
     buffers = spec.stages if wide else max(spec.stages - 1, 1)
-    loop = w_tile * (buffers if spec.align_a >= 4 else 1) + x_tile * (buffers if e == 4 else 1)
-    stored = spec.bm * spec.bn * (4 if spec.split_k and wide else e)
+    # As the left factor of wgmma, fp32 pixels leave their buffer for registers early.
+    early = wide and e == 4 and spec.precision is Precision.TF32
+    loop = w_tile * (buffers if spec.align_a >= 4 else 1) + x_tile * (
+        buffers - early if e == 4 else 1
+    )
+    # On their way to Y, at most 128 columns at a time; sums of fp32 mostly go as they lie in
+    # registers.
+    stored = spec.bm * min(spec.bn, 128) * (4 if spec.split_k and wide else e)
+    if e == 4 and not (spec.precision is Precision.IEEE and spec.bn == 64):
+        stored = 0
     sums, loads = spec.bm * spec.bn // threads, spec.bk * spec.bn // threads
     return max(loop, stored), min(255, sums + 3 * loads + 64)

@@ -156,7 +156,7 @@ void Pack::verify_kernel(int index) const {
   int arguments = 0;
   for (int i = 0; i < k.param_count; ++i) {
     const int32_t p = params(k)[i];
-    const bool of_conv = p >= MP_P_CONV_X && p <= MP_P_CONV_W_W;
+    const bool of_conv = is_convolution(k) && p >= MP_P_CONV_X && p <= MP_P_CONV_W_W;
     if (is_convolution(k) && p <= MP_P_PTR_BIAS) refuse(k.name, " takes operands of a product");
     if (!of_conv && (p < MP_P_DESC_A || p > MP_P_BATCH))
       refuse(k.name, " has the unknown parameter code ", p);

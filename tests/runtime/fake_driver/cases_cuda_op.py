@@ -263,12 +263,12 @@ def test_other_dtypes_load_other_kernels(pack_path: Path) -> None:
 def test_ops_are_registered_for_cuda_in_every_dtype(pack_path: Path) -> None:
     ort = FakeOrt({"moonpoly.pack": str(pack_path), "moonpoly.backend": "cuda"})
     ort.register()
-    for name in ("MatMul", "Gemm"):
+    for name in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
         for dtype in native.Dtype:
             assert ort.provider(ort.op(name, dtype)) == b"CUDAExecutionProvider"
     del ort.config["moonpoly.registered"]  # as in new session options
     ort.register()
-    assert len(ort.ops) == 6  # sessions with equal settings share the domain
+    assert len(ort.ops) == 12  # sessions with equal settings share the domain
 
 
 def test_registering_twice_on_the_same_options_is_refused(pack_path: Path) -> None:
