@@ -78,7 +78,11 @@ const char* conv_refusal(const mp_kernel& k, const mp_conv& c) {
     return transposed ? "it computes transposed convolutions" : "the convolution is transposed";
   }
   if (is_depthwise(k)) return c.c == 1 ? nullptr : "a group has more than one channel";
-  if (k.align_a == 16 && c.w_taps != taps_of(k)) return "W is not stored the way it loads it";
+  if (k.align_a < 16) return nullptr;
+  if (c.w_taps != taps_of(k)) return "W is not stored the way it loads it";
+  // It addresses the channels of a K step in 32 bits.
+  const int64_t channel = c.in[0] * c.in[1] * c.in[2];
+  if (channel * (k.bk + 1) >= int64_t{1} << 31) return "a channel of X has too many pixels for it";
   return nullptr;
 }
 

@@ -121,6 +121,19 @@ def test_forced_kernels_say_why_they_refuse() -> None:
         pack.plan_conv(device, _conv(), kernel=split, split=10)
 
 
+def test_channels_of_many_pixels_go_to_kernels_with_wide_addresses() -> None:
+    pack, device = catalog(90), devices.lookup("H200")
+    attributes = native.ConvAttributes.of_node(False, strides=[3, 3])
+    names = {}
+    for side in (5000, 9000):
+        shape = [1, 64, side, side]
+        conv = native.conv_problem(shape, [64, 64, 3, 3], attributes, native.Dtype.F16).conv
+        conv, _ = native.conv_packed(conv)
+        names[side] = pack.kernels[pack.plan_conv(device, conv).regions[0].kernel].name
+    assert "_a16" in names[5000]
+    assert "_a2" in names[9000]
+
+
 def test_no_images_launch_nothing() -> None:
     plan = catalog(90).plan_conv(devices.lookup("H200"), _conv(n=0))
     assert (plan.region_count, plan.workspace_bytes, plan.counters) == (0, 0, 0)
