@@ -4,6 +4,7 @@ and the time of kernels beside cuDNN's.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -87,25 +88,27 @@ def _cases(kernel: native.KernelRecord, quick: bool) -> Iterator[tuple[Convoluti
     )  # fmt: skip
     if depthwise:
         base = replace(base, groups=21)
-    sizes = (1,) if quick else (1, 3)
-    for turn in sizes:
-        # Of one group. Few channels: W is stored for kernels of several taps only then.
-        fewest = min(turn, 2) * (1 if kernel.dtype == native.Dtype.F32 else 2)
-        c = 1 if depthwise else fewest if few else kernel.bk * turn + 3
-        k = turn if depthwise else kernel.bm * (turn - 1) + 5
-        width = 7 if family is Family.CONV_TAPS8 else 3
-        base = replace(base, c=c, k=k)
-        splits = (2, 3) if kernel.split_k else (1,)
-        for split in splits:
-            yield replace(base, kernel=(3, width), pads=(1, 1, 2, 3), n=2, bias=True), split
-            yield replace(base, size=(37,), kernel=(width,), strides=(2,), groups=base.groups * 2,
-                          bias=True), split  # fmt: skip
-            yield replace(base, size=(5, 7, 9), kernel=(2, 2, width), dilations=(1, 2, 1),
-                          pads=(0, 1, 2, 1, 0, 2), strides=(1, 2, 2)), split  # fmt: skip
-            if not quick:
-                many = replace(base, groups=base.groups * 3, bias=True)
-                yield replace(many, size=(61, 67), kernel=(2, width), strides=(2, 3),
-                              pads=(3, 3, 0, 0)), split  # fmt: skip
+    width = kernel.bk if depthwise and kernel.bk > 1 else 7 if family is Family.CONV_TAPS8 else 3
+    for turn in (1,) if quick else (1, 3):
+        # Of one group. Only few channels are stored for several taps.
+        few_channels = 2 if kernel.dtype == native.Dtype.F32 else min(turn, 2) * 2
+        c = 1 if depthwise else few_channels if few else kernel.bk * turn + 3
+        base = replace(base, c=c, k=turn if depthwise else kernel.bm * (turn - 1) + 5)
+        cases = [
+            replace(base, kernel=(3, width), pads=(1, 1, 2, 3), n=2, bias=True),
+            replace(base, size=(37,), kernel=(width,), strides=(2,), groups=base.groups * 2,
+                    bias=True),
+            replace(base, size=(5, 7, 9), kernel=(2, 2, width), dilations=(1, 2, 1),
+                    pads=(0, 1, 2, 1, 0, 2), strides=(1, 2, 2)),
+            replace(base, size=(61, 67), kernel=(2, width), strides=(2, 3), pads=(3, 3, 0, 0),
+                    groups=base.groups * 3, bias=True),
+        ]  # fmt: skip
+        for split in (2, 3) if kernel.split_k else (1,):
+            for case in cases[: 3 if quick else 4]:
+                # Few channels leave a step for each row of taps.
+                steps = math.prod(case.kernel[:-1]) if few else math.prod(case.kernel)
+                if split <= steps:
+                    yield case, split
 
 
 def _check_forced(

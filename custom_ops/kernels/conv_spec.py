@@ -55,8 +55,11 @@ IEEE = (
     ConvTile(64, 64, 32, 8, 2, "sfut"),
     ConvTile(16, 128, 32, 4, 2, "fukt"),
 )
-# (channels, pixels, warps) of a depthwise tile.
-DEPTHWISE = ((1, 512, 4), (4, 256, 4), (16, 64, 4))
+# (channels, pixels, taps along the width or 1 for any) of depthwise tiles, each of four warps.
+DEPTHWISE = (
+    (4, 256, 1), (16, 64, 1), (1, 512, 3), (4, 256, 3), (16, 64, 3), (1, 512, 5), (4, 256, 5),
+    (16, 64, 5),
+)  # fmt: skip
 
 
 def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterator[KernelSpec]:
@@ -102,10 +105,11 @@ def conv_specs(*, wide: bool) -> list[KernelSpec]:
         for family in (Family.CONV_DEPTHWISE, Family.CONV_DEPTHWISE_TRANSPOSED):
             out += [
                 KernelSpec(
-                    family, dtype, bm, bn, 1, warps, 1, precision=precision,
+                    family, dtype, bm, bn, width, 4, 1, precision=precision,
                     align_a=e, align_b=e, align_c=e,
                 )
-                for bm, bn, warps in DEPTHWISE
+                for bm, bn, width in DEPTHWISE
+                if width == 1 or family is Family.CONV_DEPTHWISE
             ]  # fmt: skip
     return out
 
@@ -114,7 +118,7 @@ def why_illegal_conv(spec: KernelSpec) -> str | None:
     """What a conv kernel lacks beyond the rules for all kernels, or None."""
     if spec.trans_a or spec.trans_b or spec.bias_matrix:
         return "a convolution has no operand layouts and a bias for each channel"
-    if spec.family.depthwise and (spec.split_k or spec.bk != 1 or spec.bm * spec.bn > 2048):
+    if spec.family.depthwise and (spec.split_k or spec.bm * spec.bn > 2048):
         return "a depthwise kernel sums over taps alone, for at most 2048 outputs"
     return None
 

@@ -82,7 +82,7 @@ def _conv_constants(spec: KernelSpec, rounded: str) -> dict[str, Any]:
         "TRANSPOSED": is_transposed(spec.family),
     }  # fmt: skip
     if spec.family.depthwise:
-        return common
+        return common | {"WIDTH": spec.bk if spec.bk > 1 else 0}
     return common | {
         "BK": spec.bk, "TAPS": taps(spec.family), "PACKED": spec.align_a == 16,
         "PREFETCH": spec.dtype is not Dtype.F32, "SPLIT_K": spec.split_k, "SWAP": spec.swap,

@@ -18,8 +18,9 @@ constexpr int64_t kMaxBlocks = 0x7fffffff;  // of a one-dimensional grid
 constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
 
 // A depthwise kernel: instructions of a thread for each of its outputs at a tap and beside them,
-// counted in its code; a tap of a block that waits for its loads alone; a block's start and end.
-constexpr double kTapInstructions = 9, kOutputInstructions = 24;
+// counted in its code; a row of taps of a block that waits for its loads alone; a block's start and
+// end.
+constexpr double kTapInstructions = 9, kUnrolledTapInstructions = 7, kOutputInstructions = 24;
 constexpr double kTapClocks = 60, kBlockClocks = 2100;
 constexpr double kLanes = 128;  // instructions that an SM issues in a clock, times 32
 
@@ -44,8 +45,9 @@ double depthwise_us(const mp_kernel& k, const mp_conv& c, const KernelCost& cost
                     const DeviceModel& model) {
   const int64_t tiles = ceil_div(conv_rows(k, c), k.bm) * ceil_div(out_pixels(c), k.bn) * c.n;
   const double taps = double(kernel_taps(c)), outputs = double(k.bm) * k.bn;
-  const double issue = outputs * (taps * kTapInstructions + kOutputInstructions) / kLanes;
-  const double alone = kBlockClocks + taps * kTapClocks;
+  const double tap = k.bk > 1 ? kUnrolledTapInstructions : kTapInstructions;
+  const double issue = outputs * (taps * tap + kOutputInstructions) / kLanes;
+  const double alone = kBlockClocks + taps * kTapClocks / k.bk;
   const double waves = std::ceil(double(tiles) / (double(model.sm_count) * cost.blocks_per_sm));
   const double loop =
       std::max(ceil_div(tiles, model.sm_count) * issue, waves * alone) / model.clocks_per_us;
@@ -77,7 +79,10 @@ const char* conv_refusal(const mp_kernel& k, const mp_conv& c) {
   if (transposed != (c.transposed != 0)) {
     return transposed ? "it computes transposed convolutions" : "the convolution is transposed";
   }
-  if (is_depthwise(k)) return c.c == 1 ? nullptr : "a group has more than one channel";
+  if (is_depthwise(k)) {
+    if (c.c != 1) return "a group has more than one channel";
+    return k.bk == 1 || k.bk == c.kernel[2] ? nullptr : "it is for another width of the kernel";
+  }
   if (k.align_a < 16) return nullptr;
   if (c.w_taps != taps_of(k)) return "W is not stored the way it loads it";
   // It addresses the channels of a K step in 32 bits.

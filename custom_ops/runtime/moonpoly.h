@@ -150,7 +150,7 @@ typedef enum mp_family {
   MP_CONV_TAPS4 = 17,       // K steps of channels at 4 taps along the width; not transposed
   MP_CONV_TAPS8 = 18,
   MP_CONV_TRANSPOSED = 19,  // as MP_CONV
-  // c = 1, on the scalar units. A region's m are the channels of all groups, its batch the images.
+  // c = 1, on the scalar units; bk: taps along the width, 1 for any. A region's m are the channels of all groups, its batch the images.
   MP_CONV_DEPTHWISE = 20,
   MP_CONV_DEPTHWISE_TRANSPOSED = 21
 } mp_family;

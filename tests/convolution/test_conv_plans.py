@@ -105,6 +105,7 @@ def test_forced_kernels_say_why_they_refuse() -> None:
         ("conv_transposed_f16", _conv(), "it computes transposed convolutions"),
         ("conv_f16", _conv(transposed=1), "the convolution is transposed"),
         ("conv_depthwise_f16", _conv(), "more than one channel"),
+        ("conv_depthwise_f16_4x256x5", _conv(c=1, groups=8, k=1), "another width of the kernel"),
         ("conv_f16_128x128x64_w8_s3_a16", _conv(), "W is not stored"),
     ):
         kernel = index(start)
