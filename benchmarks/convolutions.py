@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -135,7 +135,7 @@ class ConvOperands:
     w: Guarded
     bias: torch.Tensor | None
     y: Guarded
-    exact: torch.Tensor = field(repr=False)
+    stored: torch.Tensor  # W as ONNX has it
 
     @staticmethod
     def allocate(case: Convolution, device: str, seed: int = 0) -> ConvOperands:
@@ -148,19 +148,22 @@ class ConvOperands:
         problem = case.problem()
         x, w = random(*case.x_shape), random(*case.w_shape)
         bias = random(case.groups * case.k) if case.bias else None
-        conv, start = problem.conv, seed % 5
-        stored = w
+        conv, start, own = problem.conv, seed % 5, w
         if case.packed:
             packed, size = native.conv_packed(conv)
             if size:
                 host, out = w.cpu().contiguous(), torch.empty(size, dtype=torch.int8)
                 native.conv_pack(conv, host.data_ptr(), out.data_ptr())
-                conv, start, stored = packed, 0, out.view(dtype).to(device)
+                conv, start, own = packed, 0, out.view(dtype).to(device)
         y = torch.full(problem.output, float("nan"), dtype=dtype, device=device)
         return ConvOperands(
-            case, conv, Guarded(x, math.nan, seed % 3), Guarded(stored, math.nan, start), bias,
-            Guarded(y, SENTINEL, seed % 7), reference(case, x, w, bias),
+            case, conv, Guarded(x, math.nan, seed % 3), Guarded(own, math.nan, start), bias,
+            Guarded(y, SENTINEL, seed % 7), w,
         )  # fmt: skip
+
+    def exact(self) -> torch.Tensor:
+        """The result in float64."""
+        return reference(self.case, self.x.view, self.stored, self.bias)
 
     @property
     def pointers(self) -> tuple[int, int, int, int]:
