@@ -39,11 +39,17 @@ class ConvTile(NamedTuple):
     swap: bool = False
 
 
+# An element of X costs about 8 instructions and is multiplied by BM weights: from 256 on wgmma is
+# what limits a tile, at 128 the loads take half as long again.
+TALL = (
+    ConvTile(256, 128, 32, 8, 3, ""),
+    ConvTile(256, 64, 64, 8, 3, "s"),
+)
 WIDE = (
     ConvTile(128, 128, 64, 8, 3, ""),
     ConvTile(128, 128, 32, 8, 3, "ft"),
+    ConvTile(128, 64, 64, 8, 3, "s"),
     ConvTile(64, 128, 32, 4, 3, "sfk"),
-    ConvTile(64, 256, 32, 8, 3, ""),
     ConvTile(64, 64, 64, 8, 3, "s"),
     ConvTile(64, 64, 32, 4, 3, "sfut"),
     ConvTile(32, 128, 32, 4, 3, "sfk", swap=True),
@@ -56,10 +62,7 @@ IEEE = (
     ConvTile(16, 128, 32, 4, 2, "fukt"),
 )
 # (channels, pixels, taps along the width or 1 for any) of depthwise tiles, each of four warps.
-DEPTHWISE = (
-    (4, 256, 1), (16, 64, 1), (1, 512, 3), (4, 256, 3), (16, 64, 3), (1, 512, 5), (4, 256, 5),
-    (16, 64, 5),
-)  # fmt: skip
+DEPTHWISE = ((4, 256, 1), (16, 64, 1), (4, 256, 3), (16, 64, 3), (4, 256, 5), (16, 64, 5))
 
 
 def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterator[KernelSpec]:
@@ -84,15 +87,17 @@ def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterat
             yield replace(spec, split_k=True)
 
 
-def conv_specs(*, wide: bool) -> list[KernelSpec]:
-    """The conv kernels of an architecture with (`wide`) or without wgmma or tcgen05. Every
-    convolution in f16, bf16 or f32 has a kernel, whatever its W.
+def conv_specs(sm: int) -> list[KernelSpec]:
+    """The conv kernels of an architecture. Every convolution in f16, bf16 or f32 has one, whatever
+    its W.
     """
     out: list[KernelSpec] = []
+    wide = sm in (90, 100)  # wgmma or tcgen05
+    listed = (*TALL, *WIDE) if sm == 90 else WIDE if wide else NARROW
     modes = [(dtype, Precision.TF32) for dtype in Dtype] + [(Dtype.F32, Precision.IEEE)]
     for dtype, precision in modes:
         e = dtype.bytes
-        tiles = IEEE if precision is Precision.IEEE else WIDE if wide else NARROW
+        tiles = IEEE if precision is Precision.IEEE else listed
         for family in (
             Family.CONV, Family.CONV_TAPS4, Family.CONV_TAPS8, Family.CONV_TRANSPOSED,
         ):  # fmt: skip

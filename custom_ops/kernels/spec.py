@@ -518,7 +518,7 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
             out += _expand(
                 SPECIALIZED, KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout), sm
             )
-    out += conv_spec.conv_specs(wide=sm in (90, 100))
+    out += conv_spec.conv_specs(sm)
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 

@@ -49,6 +49,18 @@ constexpr double kSliceElementClocks = 26.5;  // split-K: a thread stores or add
 constexpr double kRaggedStepShare = 1.4;  // stream-K: of a step, where blocks are at different K
 constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among those that have one
 
+// A convolution, counted in its code: instructions of a warp for each element of X a lane and for
+// each step beside them, of which an SM issues four a clock. Pixels come from caches, mostly.
+constexpr double kPixelInstructions = 8, kConvStepInstructions = 75;
+constexpr double kPixelLatencyUs = 0.3;
+
+double conv_issue_clocks(const mp_kernel& k) {
+  const double pixels = double(k.bn) * k.bk / 32 * kPixelInstructions;
+  const double w_bytes = k.align_a < 4 ? double(k.bm) * k.bk * element_bytes(k.dtype) : 0;
+  return (pixels + k.warps * kConvStepInstructions) / 4 +
+         w_bytes / k.align_a / 32 * kNarrowLoadClocks;
+}
+
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // What limits a K step are queues one behind the other: near a tie neither hides the other fully.
@@ -98,7 +110,7 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
   // the K loop is not pipelined, and the latency comes on top.
   double issue = 0, latency = kLoadLatencyUs * model.clocks_per_us;
   bool pipelined = true;
-  if (k.family == MP_GEMM_POINTER || is_convolution(k)) {
+  if (k.family == MP_GEMM_POINTER) {
     const auto clocks = [](double tile_bytes, int align) {
       return tile_bytes / align / 32 * (align < 4 ? kNarrowLoadClocks : kWideLoadClocks);
     };
@@ -106,6 +118,10 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
     pipelined = k.align_a >= 4 && k.align_b >= 4;
   }
   latency = pipelined ? latency / std::max(1, k.stages - 1) : latency + issue;
+  if (is_convolution(k)) {  // loaded a step ahead
+    issue = conv_issue_clocks(k);
+    latency = kPixelLatencyUs * model.clocks_per_us;
+  }
   return smooth_max({resident * multiply, resident * shared / kSharedBytesPerClock,
                      resident * (a_bytes + b_bytes) / l2_bytes, resident * issue, latency});
 }
