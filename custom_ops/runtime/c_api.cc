@@ -364,6 +364,10 @@ MP_EXPORT mp_status mp_launch_conv(mp_launcher* launcher, const mp_conv* conv, c
     if (plan->workspace_bytes && reinterpret_cast<uintptr_t>(workspace) % 16) {
       moonpoly::fail(MP_INVALID, "the workspace at ", workspace, " is not 16-byte aligned");
     }
+    if (conv->w_taps && reinterpret_cast<uintptr_t>(w) % 16) {
+      moonpoly::fail(MP_INVALID, "W at ", w, " is not 16-byte aligned, as w_taps = ", conv->w_taps,
+                     " says");
+    }
     if (conv->bias && !bias) {
       moonpoly::fail(MP_INVALID, "the convolution has a bias, but `bias` is null");
     }

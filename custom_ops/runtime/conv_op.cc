@@ -110,22 +110,27 @@ class ConvKernel {
     if (found.empty()) return;
     Operands operands{w.data, x.data, has_bias ? b.data : nullptr, nullptr};
     ort_(ort_->GetTensorMutableData(value, &operands.y));
-    if (found.pointwise) {
-      if (!found.w_is_a) std::swap(operands.a, operands.b);
-      set_alignment(&found.product, operands.a, operands.b, operands.y);
-      multiply(context, found.product.problem, operands);
-      return;
-    }
+    Operands factors = operands;
+    mp_conv& conv = found.conv;
     if (packed_) {
       operands.a = packed_->data();
-      found.conv.w_taps = packed_strides_.w_taps;
-      found.conv.w_g = packed_strides_.w_g;
-      found.conv.w_k = packed_strides_.w_k;
-      found.conv.w_c = packed_strides_.w_c;
-      found.conv.w_h = packed_strides_.w_h;
-      found.conv.w_w = packed_strides_.w_w;
+      conv.w_taps = packed_strides_.w_taps;
+      conv.w_g = packed_strides_.w_g;
+      conv.w_k = packed_strides_.w_k;
+      conv.w_c = packed_strides_.w_c;
+      conv.w_h = packed_strides_.w_h;
+      conv.w_w = packed_strides_.w_w;
     }
-    convolve(context, found.conv, operands);
+    if (reinterpret_cast<uintptr_t>(operands.a) % 16) conv.w_taps = 0;
+    if (found.pointwise) {
+      if (!found.w_is_a) std::swap(factors.a, factors.b);
+      set_alignment(&found.product, factors.a, factors.b, factors.y);
+      if (!is_better_convolved(found, has_workspace(context))) {
+        multiply(context, found.product.problem, factors);
+        return;
+      }
+    }
+    convolve(context, conv, operands);
   }
 
  protected:
@@ -134,6 +139,9 @@ class ConvKernel {
                         const Operands& operands) = 0;
   virtual void multiply(OrtKernelContext* context, const mp_problem& problem,
                         const Operands& operands) = 0;
+
+  // Whether a run can be given scratch memory.
+  virtual bool has_workspace(OrtKernelContext* context) const = 0;
 
   // Where W is a constant that is better stored anew: its copy, which `make` makes of (conv, W).
   template <typename Make>
@@ -173,8 +181,21 @@ class ConvKernel {
   }
 
   const Ort ort_;
+  std::shared_ptr<const Planner> planner_;
+  std::shared_ptr<const ConvPlanner> conv_planner_;
 
  private:
+  // Kernels of products load rows of an odd number of pixels element by element, as those of
+  // convolutions always do, but without loading ahead.
+  bool is_better_convolved(const Convolution& found, bool workspace) {
+    const mp_problem& p = found.product.problem;
+    constexpr int64_t kHuge = 1 << 24;
+    if (p.align_b == 16 || !found.w_is_a || out_pixels(found.conv) > kHuge) return false;
+    const auto convolved = meet(*conv_planner_, found.conv, workspace);
+    const auto multiplied = meet(*planner_, p, workspace);
+    return convolved->planned->plan.predicted_us < multiplied->planned->plan.predicted_us;
+  }
+
   bool input(OrtKernelContext* context, size_t index, Tensor* out) const {
     size_t count = 0;
     ort_(ort_->KernelContext_GetInputCount(context, &count));
@@ -242,6 +263,10 @@ class CudaConvKernel final : public ConvKernel {
     });
   }
 
+  bool has_workspace(OrtKernelContext* context) const override {
+    return stream_of(context) != nullptr;
+  }
+
   CUstream stream_of(OrtKernelContext* context) const {
     void* handle = nullptr;
     ort_(ort_->KernelContext_GetGPUComputeStream(context, &handle));
@@ -263,8 +288,6 @@ class CudaConvKernel final : public ConvKernel {
   }
 
   const KernelAllocator allocator_;
-  std::shared_ptr<const Planner> planner_;
-  std::shared_ptr<const ConvPlanner> conv_planner_;
   std::shared_ptr<Launcher> launcher_;
 };
 
@@ -296,6 +319,8 @@ class InterpretedConvKernel final : public ConvKernel {
               operands.b, operands);
   }
 
+  bool has_workspace(OrtKernelContext*) const override { return true; }
+
   template <typename Function, typename Problem, typename Met>
   static void interpret(Function function, const Problem& problem, const Met& met,
                         const void* first, const void* second, const Operands& operands) {
@@ -312,8 +337,6 @@ class InterpretedConvKernel final : public ConvKernel {
   }
 
   std::shared_ptr<const Pack> pack_;
-  std::shared_ptr<const Planner> planner_;
-  std::shared_ptr<const ConvPlanner> conv_planner_;
 };
 
 const ConvOp& self(const OrtCustomOp* op) { return *static_cast<const ConvOp*>(op); }

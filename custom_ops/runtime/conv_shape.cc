@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "error.h"
+#include "pack.h"
 
 namespace moonpoly {
 namespace {
@@ -169,6 +170,11 @@ void conv_of_weight(const Shape& w, const mp_conv_attributes& a, Element element
   c.w_c = a.transposed ? product_of({c.k, taps}, "W") : taps;
   c.w_k = a.transposed ? taps : product_of({c.c, taps}, "W");
   c.w_g = product_of({c.c, c.k, taps}, "W");
+  if (taps == 1 && !a.transposed && c.c * element_bytes(c.dtype) % 16 == 0) {
+    // As ONNX stores it, it is stored for kernels of one tap, if it starts where 16 bytes do.
+    c.w_taps = 1;
+    c.w_w = c.w_h = c.w_g;
+  }
 }
 
 void convolution(const Shape& x, const Shape& w, const Shape* bias, const mp_conv_attributes& a,

@@ -15,7 +15,7 @@ struct Convolution {
   bool pointwise;   // `product` is the work, else `conv`
   bool w_is_a;      // of the product: A is W and B is X, else the reverse
   Product product;  // complete but for its alignment
-  mp_conv conv;     // of W as ONNX stores it
+  mp_conv conv;     // of W as ONNX stores it; also where it is a product, unless that is huge
 
   bool empty() const;
 };

@@ -55,7 +55,7 @@ void pack_elements(const mp_conv& c, const mp_conv& to, const T* w, T* packed) {
 int64_t packed_conv(const mp_conv& c, mp_conv* out) {
   *out = c;
   if (c.c <= 1 && c.groups > 1) return 0;  // depthwise
-  if (c.c == 0 || c.k == 0) return 0;
+  if (c.c == 0 || c.k == 0 || c.w_taps != 0) return 0;
   const int64_t bytes = element_bytes(c.dtype), unit = kUnit / bytes;
   out->w_taps = taps_at_a_time(c, kStep * 2 / bytes);
   int64_t row;

@@ -288,7 +288,8 @@ mp_status mp_conv_problem(int32_t dtype, int32_t precision, const mp_conv_attrib
                           int32_t* pointwise, int32_t* w_is_a);
 
 // W of `conv` for kernels that load it 16 bytes at a time: `out` is the convolution with the strides of
-// the copy, `bytes` its size; 0 where it has no use (c = 1), and `out` is then `conv` itself.
+// the copy, `bytes` its size; 0 where it has no use (depthwise, or W is stored so already: 1 x 1 kernels of
+// whole units of channels), and `out` is then `conv` itself.
 mp_status mp_conv_packed(const mp_conv* conv, mp_conv* out, int64_t* bytes);
 // Makes that copy, in host memory.
 mp_status mp_conv_pack(const mp_conv* conv, const void* w, void* packed);

@@ -130,12 +130,26 @@ def test_any_convolution_equals_onnx_runtimes_own(pack: Path, case: ConvCase) ->
         ConvCase((7, 9), (3, 3), k=2, groups=6, strides=(2, 1), pads=(1, 1, 0, 0), bias=True),
         ConvCase((5, 5), (2, 2), c=8, k=6, strides=(2, 2), transposed=True, bias=True),
         ConvCase((7, 9), (1, 1), c=20, k=24, n=2, bias=True),
+        ConvCase((7, 9), (1, 1), c=64, k=72, n=2, bias=True),
+        ConvCase((4, 8), (1, 1), c=24, k=24, n=2, bias=True),
         ConvCase((1, 1), (1, 1), c=20, k=24, n=3, bias=True),
         ConvCase((6,), (1,), c=4, k=5, n=2, groups=3),
         ConvCase((6,), (1,), c=4, k=5, n=2, groups=3, bias=True),
         ConvCase((6, 7), (1, 1), c=9, k=5, strides=(2, 2), bias=True),
     ],
-    ids=["3x3", "7x7", "depthwise", "transposed", "1x1", "vector", "groups1", "groups1b", "1x1s2"],
+    ids=[
+        "3x3",
+        "7x7",
+        "depthwise",
+        "transposed",
+        "1x1",
+        "1x1odd",
+        "1x1even",
+        "vector",
+        "groups1",
+        "groups1b",
+        "1x1s2",
+    ],
 )
 def test_half_precision_against_float64(
     pack: Path, case: ConvCase, constant_w: bool, dtype: native.Dtype

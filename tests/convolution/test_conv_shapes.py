@@ -195,6 +195,13 @@ def test_weights_are_stored_for_the_kernels_that_waste_least(
         assert stride * 2 % 16 == 0
 
 
+def test_kernels_of_one_tap_are_stored_well_where_channels_fill_16_bytes() -> None:
+    conv = work([1, 24, 9, 9], [40, 24, 1, 1], strides=[2, 2], dtype=F16).conv
+    assert (conv.w_taps, conv.w_c, conv.w_k) == (1, 1, 24)
+    assert native.conv_packed(conv)[1] == 0
+    assert work([1, 20, 9, 9], [40, 20, 1, 1], strides=[2, 2], dtype=F16).conv.w_taps == 0
+
+
 def test_depthwise_weights_stay_as_they_are() -> None:
     conv = work([1, 8, 9, 9], [16, 1, 3, 3], group=8).conv
     packed, size = native.conv_packed(conv)

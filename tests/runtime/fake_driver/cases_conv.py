@@ -218,6 +218,17 @@ def test_nodes_launch_what_computes_them(
     assert ort.live == {"info": 0, "allocator": 0, "status": 0}
 
 
+def test_a_weight_that_is_not_where_it_says_is_refused(pack_path: Path) -> None:
+    pack = open_pack(pack_path)
+    attributes = native.ConvAttributes.of_node(False, strides=[2, 2])
+    conv = native.conv_problem([1, 8, 5, 5], [8, 8, 1, 1], attributes, native.Dtype.F16).conv
+    plan = pack.plan_conv(native.device_query(0), conv, flags=1)
+    x, y = array(1, 8, 5, 5), array(1, 8, 3, 3)
+    w = Aligned(array(8, 8, 1, 1).array, offset=2)
+    with native.Launcher(pack) as launcher, pytest.raises(ProblemError, match="not 16-byte"):
+        launcher.launch_conv(conv, plan, x=x.address, w=w.address, y=y.address)
+
+
 def test_an_empty_output_launches_nothing(pack_path: Path) -> None:
     ort = FakeOrt({"moonpoly.pack": str(pack_path)}, attributes={})
     ort.register()
