@@ -55,7 +55,16 @@ WIDE = (
     ConvTile(32, 128, 32, 4, 3, "sfk", swap=True),
     ConvTile(16, 128, 32, 4, 3, "fukt", swap=True),
 )
-NARROW = tuple(tile._replace(swap=False) for tile in WIDE)
+# Without them both factors pass through registers, which larger tiles would not leave room for.
+NARROW = (
+    ConvTile(128, 128, 32, 8, 3, "ft"),
+    ConvTile(128, 64, 32, 8, 3, "s"),
+    ConvTile(64, 128, 32, 4, 3, "sfk"),
+    ConvTile(64, 64, 64, 8, 3, "s"),
+    ConvTile(64, 64, 32, 4, 3, "sfut"),
+    ConvTile(32, 128, 32, 4, 3, "sfk"),
+    ConvTile(16, 64, 32, 4, 3, "fukt"),
+)
 IEEE = (
     ConvTile(64, 128, 32, 8, 2, "f"),
     ConvTile(64, 64, 32, 8, 2, "sfut"),
