@@ -141,11 +141,14 @@ class Coefficients:
 
 
 def analytic_costs(planner: Planner) -> Floats:
-    """(fixed, step, single_step) of every kernel by the analytic model, read off its predictions:
-    one block for few and for many K steps, and a full wave for many."""
+    """(fixed, step, single_step) of every kernel of products by the analytic model, read off its
+    predictions: one block for few and for many K steps, and a full wave for many. Ones for others.
+    """
     rows = []
-    for index, kernel in enumerate(planner.kernels):
-        spec, split = kernel.spec, 2 if kernel.spec.split_k else 1
+    products = [i for i, kernel in enumerate(planner.kernels) if not kernel.spec.family.convolves]
+    for index in products:
+        spec = planner.kernels[index].spec
+        split = 2 if spec.split_k else 1
         wave = max(1, planner.device.sm_count * planner.occupancy[index] // split)
         number = (str(spec.dtype), "ieee" if spec.precision == "ieee" else "tf32")
         name = next(name for name in NUMBERS if NUMBERS[name] == number)
@@ -157,7 +160,8 @@ def analytic_costs(planner: Planner) -> Floats:
     with planner.with_costs(np.zeros(len(planner.kernels), pack_format.COST), ENDLESS) as pack:
         target = planner.predict(pack, rows) - linear.base - linear.loops
     matrix = linear.linear + linear.fixed[:, None] * np.array([1.0, 0.0, 0.0])
-    found: Floats = np.linalg.solve(matrix.reshape(-1, 3, 3), target.reshape(-1, 3, 1))[:, :, 0]
+    found: Floats = np.ones((len(planner.kernels), 3))
+    found[products] = np.linalg.solve(matrix.reshape(-1, 3, 3), target.reshape(-1, 3, 1))[:, :, 0]
     return found
 
 

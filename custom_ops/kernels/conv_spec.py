@@ -140,7 +140,7 @@ def why_illegal_conv(spec: KernelSpec) -> str | None:
 def conv_resources(spec: KernelSpec, wide: bool) -> tuple[int, int]:
     """(shared bytes per block, registers per thread), near what the compiler reports."""
     if spec.family.depthwise:
-        return 0, 64
+        return 4 * spec.bm, 64
     e, threads = spec.dtype.bytes, 32 * spec.warps
     w_tile, x_tile = spec.bm * spec.bk * e, spec.bk * spec.bn * e
     buffers = spec.stages if wide else max(spec.stages - 1, 1)

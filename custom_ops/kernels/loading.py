@@ -77,14 +77,15 @@ def constants(
 
 
 def _conv_constants(spec: KernelSpec, rounded: str) -> dict[str, Any]:
-    common: dict[str, Any] = {
-        "BM": spec.bm, "BN": spec.bn, "GROUP_M": spec.group_m,
-        "TRANSPOSED": is_transposed(spec.family),
-    }  # fmt: skip
     if spec.family.depthwise:
-        return common | {"WIDTH": spec.bk if spec.bk > 1 else 0}
-    return common | {
-        "BK": spec.bk, "TAPS": taps(spec.family), "PACKED": spec.align_a == 16,
-        "PREFETCH": spec.dtype is not Dtype.F32, "SPLIT_K": spec.split_k, "SWAP": spec.swap,
-        "PRECISION": str(spec.precision), "ROUND": rounded, "UNIT": 16 // spec.dtype.bytes,
+        return {
+            "BM": spec.bm, "BN": spec.bn, "GROUP_M": spec.group_m,
+            "TRANSPOSED": is_transposed(spec.family), "WIDTH": spec.bk if spec.bk > 1 else 0,
+        }  # fmt: skip
+    return {
+        "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
+        "TAPS": taps(spec.family), "TRANSPOSED": is_transposed(spec.family),
+        "PACKED": spec.align_a == 16, "PREFETCH": spec.dtype is not Dtype.F32,
+        "SPLIT_K": spec.split_k, "SWAP": spec.swap, "PRECISION": str(spec.precision),
+        "ROUND": rounded, "UNIT": 16 // spec.dtype.bytes,
     }  # fmt: skip
