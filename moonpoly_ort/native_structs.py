@@ -60,8 +60,12 @@ class _Struct(ctypes.Structure):
     """A struct that shows its fields and can be filled by keyword."""
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{field[0]}={getattr(self, field[0])!r}" for field in self._fields_)
-        return f"{type(self).__name__}({fields})"
+        values = ((field[0], getattr(self, field[0])) for field in self._fields_)
+        shown = (
+            f"{name}={list(value) if isinstance(value, ctypes.Array) else value!r}"
+            for name, value in values
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Problem(_Struct):

@@ -33,6 +33,15 @@ int taps_at_a_time(const mp_conv& c, int64_t step) {
   return best;
 }
 
+// To the nearest of 10 mantissa bits. The tensor core cuts fp32 off there, which shrinks a factor
+// by 3.5e-4 on average; what is rounded already stays as it is.
+uint32_t tf32(uint32_t bits) {
+  constexpr uint32_t kInfinity = 0x7f800000, kCut = 0x1fff;
+  if ((bits & kInfinity) == kInfinity) return bits;  // Inf, NaN
+  const uint32_t rounded = (bits + (kCut >> 1) + ((bits >> 13) & 1)) & ~kCut;
+  return (rounded & kInfinity) == kInfinity ? bits & ~kCut : rounded;
+}
+
 template <typename T>
 void pack_elements(const mp_conv& c, const mp_conv& to, const T* w, T* packed) {
   for (int64_t g = 0; g < c.groups; ++g) {
@@ -81,7 +90,9 @@ void pack_conv(const mp_conv& c, const void* w, void* packed) {
   std::memset(packed, 0, static_cast<size_t>(bytes));
   if (bytes == 0) return;
   if (element_bytes(c.dtype) == 4) {
-    pack_elements(c, to, static_cast<const uint32_t*>(w), static_cast<uint32_t*>(packed));
+    auto* elements = static_cast<uint32_t*>(packed);
+    pack_elements(c, to, static_cast<const uint32_t*>(w), elements);
+    if (c.precision == MP_TF32) std::transform(elements, elements + bytes / 4, elements, tf32);
   } else {
     pack_elements(c, to, static_cast<const uint16_t*>(w), static_cast<uint16_t*>(packed));
   }

@@ -291,7 +291,7 @@ mp_status mp_conv_problem(int32_t dtype, int32_t precision, const mp_conv_attrib
 // the copy, `bytes` its size; 0 where it has no use (depthwise, or W is stored so already: 1 x 1 kernels of
 // whole units of channels), and `out` is then `conv` itself.
 mp_status mp_conv_packed(const mp_conv* conv, mp_conv* out, int64_t* bytes);
-// Makes that copy, in host memory.
+// Makes that copy, in host memory; for MP_TF32 it is rounded to that.
 mp_status mp_conv_pack(const mp_conv* conv, const void* w, void* packed);
 
 // As mp_plan_problem. `flags`: mp_plan_flags.

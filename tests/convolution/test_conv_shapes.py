@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from hypothesis import assume, example, given, settings
@@ -200,6 +201,33 @@ def test_kernels_of_one_tap_are_stored_well_where_channels_fill_16_bytes() -> No
     assert (conv.w_taps, conv.w_c, conv.w_k) == (1, 1, 24)
     assert native.conv_packed(conv)[1] == 0
     assert work([1, 20, 9, 9], [40, 20, 1, 1], strides=[2, 2], dtype=F16).conv.w_taps == 0
+
+
+@pytest.mark.parametrize("precision", list(native.Precision))
+def test_packed_weights_are_those_of_the_node(precision: native.Precision) -> None:
+    """In every layout; fp32 rounded to the nearest TF32 where it is multiplied so."""
+    values = np.random.default_rng(0).standard_normal(2 * 5 * 3 * 2 * 6).astype(np.float32)
+    values[:4] = np.inf, np.nan, np.finfo(np.float32).max, -(1 + 2.0**-11)
+    attributes = native.ConvAttributes.of_node(False, group=2)
+    conv = native.conv_problem(
+        [1, 6, 9, 9], [10, 3, 2, 6], attributes, native.Dtype.F32, precision
+    ).conv
+    packed, size = native.conv_packed(conv)
+    assert packed.w_taps == 4
+    out = np.full(size // 4, np.nan, np.float32)
+    native.conv_pack(conv, values.ctypes.data, out.ctypes.data)
+    strides = [4 * s for s in (packed.w_g, packed.w_k, packed.w_c, packed.w_h, packed.w_w)]
+    seen = np.lib.stride_tricks.as_strided(out, (2, 5, 3, 2, 6), strides)
+    want = values.reshape(2, 5, 3, 2, 6)
+    if precision == native.Precision.IEEE:
+        np.testing.assert_array_equal(seen, want)
+    else:
+        assert not (seen[np.isfinite(seen)].view(np.uint32) & 0x1FFF).any()
+        np.testing.assert_allclose(seen, want, rtol=2.0**-10)
+        finite = np.isfinite(want) & (abs(want) < 1e30)
+        assert (abs(seen - want) <= abs(want) * 2.0**-11)[finite].all()
+        assert abs(np.mean(abs(seen[finite]) / abs(want[finite])) - 1) < 1e-4
+    assert np.count_nonzero(out) == np.count_nonzero(values)  # zeros fill it up
 
 
 def test_depthwise_weights_stay_as_they_are() -> None:
