@@ -42,6 +42,14 @@ uint32_t tf32(uint32_t bits) {
   return (rounded & kInfinity) == kInfinity ? bits & ~kCut : rounded;
 }
 
+bool is_device_memory(const void* address) {
+  constexpr int kMemoryType = 2, kDevice = 2;
+  unsigned type = 0;
+  return driver().PointerGetAttribute(&type, kMemoryType, reinterpret_cast<CUdeviceptr>(address)) ==
+             0 &&
+         type == kDevice;
+}
+
 template <typename T>
 void pack_elements(const mp_conv& c, const mp_conv& to, const T* w, T* packed) {
   for (int64_t g = 0; g < c.groups; ++g) {
@@ -112,12 +120,16 @@ PackedConvWeight::PackedConvWeight(const mp_conv& c, const void* w,
   mp_conv to;
   const size_t size = static_cast<size_t>(packed_conv(c, &to));
   const size_t stored = static_cast<size_t>(c.groups * c.w_g * element_bytes(c.dtype));
-  std::vector<char> from(stored), packed(size);
+  std::vector<char> from, packed(size);
   CurrentContext current(launcher_->context());
   // Synchronous copies; ONNX Runtime has stored the weights before it creates kernels.
-  check(driver().MemcpyDtoH(from.data(), reinterpret_cast<CUdeviceptr>(w), stored),
-        "cuMemcpyDtoH of the weight of a convolution");
-  pack_conv(c, from.data(), packed.data());
+  if (is_device_memory(w)) {
+    from.resize(stored);
+    check(driver().MemcpyDtoH(from.data(), reinterpret_cast<CUdeviceptr>(w), stored),
+          "cuMemcpyDtoH of the weight of a convolution");
+    w = from.data();
+  }
+  pack_conv(c, w, packed.data());
   check(driver().MemAlloc(&memory_, size), "cuMemAlloc of the packed weight of a convolution");
   if (const CUresult result = driver().MemcpyHtoD(memory_, packed.data(), size)) {
     driver().MemFree(memory_);

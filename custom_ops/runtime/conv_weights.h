@@ -21,7 +21,8 @@ void pack_conv(const mp_conv& conv, const void* w, void* packed);
 // The copy of a constant W, made when its node is created and complete on return.
 class PackedConvWeight {
  public:
-  // `w` is on the device of `launcher`. Throws Error(MP_CUDA), also where memory is short.
+  // On the device of `launcher`; `w` may be there or on the host. Throws Error(MP_CUDA), also where
+  // memory is short.
   PackedConvWeight(const mp_conv& conv, const void* w, std::shared_ptr<Launcher> launcher);
   // On the host.
   PackedConvWeight(const mp_conv& conv, const void* w);

@@ -64,6 +64,7 @@ struct LoadedDriver {
     find(api.LaunchKernelEx, "cuLaunchKernelEx", false);
     find(api.MemAlloc, "cuMemAlloc_v2");
     find(api.MemFree, "cuMemFree_v2");
+    find(api.PointerGetAttribute, "cuPointerGetAttribute");
     find(api.MemcpyDtoH, "cuMemcpyDtoH_v2");
     find(api.MemcpyHtoD, "cuMemcpyHtoD_v2");
     find(api.MemsetD32, "cuMemsetD32_v2");

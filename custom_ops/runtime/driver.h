@@ -78,6 +78,7 @@ struct Driver {
                              void** extra);
   CUresult (*MemAlloc)(CUdeviceptr* pointer, size_t bytes);
   CUresult (*MemFree)(CUdeviceptr pointer);
+  CUresult (*PointerGetAttribute)(void* value, int attribute, CUdeviceptr pointer);
   CUresult (*MemcpyDtoH)(void* to, CUdeviceptr from, size_t bytes);
   CUresult (*MemcpyHtoD)(CUdeviceptr to, const void* from, size_t bytes);
   CUresult (*MemsetD32)(CUdeviceptr pointer, unsigned value, size_t count);

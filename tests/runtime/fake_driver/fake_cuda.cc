@@ -180,6 +180,9 @@ EXPORT int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   return *pointer = reinterpret_cast<uint64_t>(memory), 0;
 }
 EXPORT int cuMemFree_v2(uint64_t pointer) { return std::free(reinterpret_cast<void*>(pointer)), 0; }
+EXPORT int cuPointerGetAttribute(unsigned* type, int attribute, uint64_t) {
+  return *type = 2, attribute == 2 ? 0 : kInvalidValue;  // all memory is the device's
+}
 EXPORT int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
   if (contexts.empty()) return 201;
   return std::memcpy(to, reinterpret_cast<void*>(from), bytes), 0;
