@@ -15,9 +15,10 @@ import onnx
 import onnxruntime as ort
 import pytest
 from hypothesis import assume, given, settings
+from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from onnx import TensorProto, helper
 
-from moonpoly_ort import interpreter, native, packs
+from moonpoly_ort import interpreter, native
 from tests.convolution.conv_case import Array, ConvCase, exact
 from tests.convolution.test_conv_kernels import cases
 from tests.corpus.comparing import bound, relative_error
@@ -30,8 +31,12 @@ ELEMENT = {
 
 
 @pytest.fixture(scope="module")
-def pack() -> Path:
-    return packs.catalog(90)
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel list, in a file that no other checkout on this machine writes."""
+    path = tmp_path_factory.mktemp("pack") / "sm_90.mpk"
+    kernels = compiling.catalog_kernels(90)
+    pack_format.write_pack(path, 90, kernels, key="0" * 64, triton="none")
+    return path
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -225,7 +225,7 @@ def test_packed_weights_are_those_of_the_node(precision: native.Precision) -> No
         assert not (seen[np.isfinite(seen)].view(np.uint32) & 0x1FFF).any()
         np.testing.assert_allclose(seen, want, rtol=2.0**-10)
         finite = np.isfinite(want) & (abs(want) < 1e30)
-        assert (abs(seen - want) <= abs(want) * 2.0**-11)[finite].all()
+        assert (abs(seen[finite] - want[finite]) <= abs(want[finite]) * 2.0**-11).all()
         assert abs(np.mean(abs(seen[finite]) / abs(want[finite])) - 1) < 1e-4
     assert np.count_nonzero(out) == np.count_nonzero(values)  # zeros fill it up
 
