@@ -33,10 +33,14 @@ BIASES = ("none", "row", "column", "scalar")
 
 
 def kernels(setting: Setting, record: Recorder) -> None:
-    """Every kernel of the pack, forced, against float64; those that fail belong on a blocklist."""
+    """Every kernel of products, forced, against float64; those that fail belong on a blocklist."""
     pack = setting.pack
     step = 37 if setting.quick else 1
-    every = [i for i in range(0, len(pack.kernels), step) if setting.only in pack.kernels[i].name]
+    every = [
+        i for i in range(0, len(pack.kernels), step)
+        if setting.only in pack.kernels[i].name
+        and not native.Family(pack.kernels[i].family).convolves
+    ]  # fmt: skip
     order = [pack.kernels[i].name for i in every]
     index = dict(zip(order, every, strict=True))
     tally = {"launches": 0, "kernels": 0}

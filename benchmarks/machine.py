@@ -79,6 +79,7 @@ class Runner:
     def __init__(self, setting: Setting) -> None:
         self.device = setting.provider.torch_device
         self.launcher: Any = None
+        self._pack = setting.pack
         if setting.provider.is_cuda:
             torch.cuda.set_device(setting.provider.ordinal)
             torch.zeros(1, device=self.device)  # makes the context that the launcher then shares
@@ -108,6 +109,22 @@ class Runner:
             return
         self.launcher.launch(
             problem, plan, a=a, b=b, bias=bias or None, y=y,
+            workspace=self._workspace.data_ptr(), counters=self._counters.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+
+    def launch_conv(
+        self, conv: native.Conv, plan: native.Plan, pointers: tuple[int, int, int, int]
+    ) -> None:
+        """Launches a plan; `pointers` are those of X, W, bias (0: none) and Y."""
+        x, w, bias, y = pointers
+        if self.launcher is None:
+            from moonpoly_ort import interpreter
+
+            interpreter.run_conv(self._pack, conv, plan, x, w, bias or None, y)
+            return
+        self.launcher.launch_conv(
+            conv, plan, x=x, w=w, bias=bias or None, y=y,
             workspace=self._workspace.data_ptr(), counters=self._counters.data_ptr(),
             stream=torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip

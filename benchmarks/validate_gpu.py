@@ -29,6 +29,7 @@ from typing import Any
 import onnxruntime as ort
 
 from benchmarks import (
+    checks_conv,
     checks_execution,
     checks_kernels,
     checks_models,
@@ -52,6 +53,9 @@ SECTIONS: dict[str, tuple[Work, float]] = {
     "cuda_graph": (checks_execution.cuda_graph, 30),
     "bert": (checks_models.bert, 100),
     "times": (checks_execution.times, 40),
+    "conv_kernels": (checks_conv.kernels, 60),
+    "conv_chain": (checks_conv.chain, 40),
+    "conv_times": (checks_conv.times, 40),
     "devices": (checks_execution.devices, 20),
     "vendor": (checks_vendor.vendor, 70),
     "sanitizer": (checks_sanitizer.sanitizer, 90),

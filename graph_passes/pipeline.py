@@ -9,7 +9,10 @@ import onnx_ir as ir
 
 from moonpoly_ort.errors import ProblemError
 
-from . import domain
+from . import batch_normalization, domain
+from .batch_normalization import Initializers
+from .conv import ConvRule
+from .conv_transpose import ConvTransposeRule
 from .gemm import GemmRule
 from .matmul import MatMulRule
 from .report import Entry, Reason, Refusal
@@ -20,40 +23,59 @@ RULES: tuple[Rule, ...] = (
     # One rule an operator so far, so that their order does not matter.
     MatMulRule(),
     GemmRule(),
+    ConvRule(),
+    ConvTransposeRule(),
 )
 
-CANDIDATES = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
+_NAMES = (*(rule.name for rule in RULES), batch_normalization.NAME)
+"""Of all rules, in the order they are applied."""
+
+ON_REQUEST = frozenset({"conv", "conv_transpose", batch_normalization.NAME})
+"""Rules that apply only where they are named: the custom op library has no kernels for them yet."""
+
+_RULE_OF = {rule.op_type: rule for rule in RULES}
 
 
 def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str]:
     """The names of the rules to apply.
 
     Args:
-        rules: The rules wanted; None means all of them.
+        rules: The rules wanted; None means all but those on request.
         disable: Rules to leave out.
 
     Raises:
         ProblemError: A name is not that of a rule.
     """
-    known = [rule.name for rule in RULES]
-    wanted = set(known if rules is None else _names(rules))
+    wanted = set(_NAMES) - ON_REQUEST if rules is None else set(_names(rules))
     unwanted = set(_names(disable))
-    if unknown := sorted((wanted | unwanted) - set(known)):
+    if unknown := sorted((wanted | unwanted) - set(_NAMES)):
         raise ProblemError(
-            f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(known)}."
+            f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(_NAMES)}."
         )
     return frozenset(wanted - unwanted)
+
+
+def described() -> list[tuple[str, str, str]]:
+    """Name, operator and transformation of all rules, in the order they are applied."""
+    folding = batch_normalization
+    return [
+        *((rule.name, rule.op_type, rule.transformation) for rule in RULES),
+        (folding.NAME, folding.OP_TYPE, folding.TRANSFORMATION),
+    ]
 
 
 def _names(names: Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> tuple[Entry, ...]:
+def apply(
+    model: onnx.ModelProto, initializers: Initializers, *, static: bool, enabled: frozenset[str]
+) -> tuple[Entry, ...]:
     """Rewrites `model` in place and says what became of each candidate.
 
     Only nodes that a rule takes are touched, apart from the functions, the opset import and the IR
-    version that those need; a model of which nothing is taken stays as it is.
+    version that those need; a model of which nothing is taken stays as it is. `initializers` are
+    those of the main graph: folding BatchNormalization needs the weights, and replaces them.
 
     Raises:
         ModelError: The graph is not valid ONNX, or uses the domain `ai.moonpoly` for other things.
@@ -64,9 +86,9 @@ def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> t
     body_opset = _body_opset(model)
     overridden = frozenset(f.name for f in model.functions if domain.is_standard(f.domain))
     report = []
-    taken = set()
     for number, (where, function, node) in enumerate(nodes):
-        if node.op_type not in CANDIDATES or not _is_ours_or_standard(node, function):
+        rule = _rule_for(node, function)
+        if rule is None:
             continue
         holder = model if function is None else function
         scope = Scope(
@@ -75,7 +97,6 @@ def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> t
             static=static,
             overridden=overridden,
         )
-        rule = next((rule for rule in RULES if rule.op_type == node.op_type), None)
         refusal = _refuse(node, views[number], rule, enabled, scope)
         report.append(
             Entry(
@@ -83,25 +104,34 @@ def apply(model: onnx.ModelProto, *, static: bool, enabled: frozenset[str]) -> t
                 op_type=node.op_type,
                 where=where,
                 output=next(iter(node.output), ""),
-                rule=rule.name if rule else None,
+                rule=rule.name,
                 refusal=refusal,
             )
         )
-        if rule is not None and refusal is None:
+        if refusal is None:
             for view in views[number]:
                 rule.rewrite(view)
             _write_back(views[number][0], node, rule)
             domain.import_into(holder.opset_import)
-            taken.add(rule.op_type)
-    if taken and body_opset is not None:
-        domain.declare(model, sorted(taken), body_opset)
+    if batch_normalization.NAME in enabled:
+        report += batch_normalization.fold(model, initializers, overridden)
+    if any(entry.taken for entry in report) and body_opset is not None:
+        domain.declare(model, sorted(_used(model)), body_opset)
     return tuple(report)
 
 
-def _is_ours_or_standard(node: onnx.NodeProto, function: onnx.FunctionProto | None) -> bool:
+def _used(model: onnx.ModelProto) -> set[str]:
+    """The operators of ours that the model calls."""
+    return {node.op_type for _, _, node in walk(model) if node.domain == domain.DOMAIN}
+
+
+def _rule_for(node: onnx.NodeProto, function: onnx.FunctionProto | None) -> Rule | None:
+    """The rule whose candidate a node is or was; None for all other nodes."""
     if function is not None and function.domain == domain.DOMAIN:
-        return False  # the body of an operator of ours
-    return node.domain == domain.DOMAIN or domain.is_standard(node.domain)
+        return None  # the body of an operator of ours
+    if node.domain == domain.DOMAIN:
+        return _RULE_OF[domain.OPERATORS[node.op_type].standard]
+    return _RULE_OF.get(node.op_type) if domain.is_standard(node.domain) else None
 
 
 def _body_opset(model: onnx.ModelProto) -> int | None:
@@ -116,16 +146,15 @@ def _body_opset(model: onnx.ModelProto) -> int | None:
 def _refuse(
     node: onnx.NodeProto,
     views: list[ir.Node],
-    rule: Rule | None,
+    rule: Rule,
     enabled: frozenset[str],
     scope: Scope,
 ) -> Refusal | None:
     if node.domain == domain.DOMAIN:
         return Refusal(Reason.ALREADY_REWRITTEN, "an ai.moonpoly node already")
-    if rule is None:
-        return Refusal(Reason.NO_RULE, f"no rule yet for {node.op_type}")
     if rule.name not in enabled:
-        return Refusal(Reason.DISABLED, f"rule {rule.name!r} is switched off")
+        how = "applies only where rules= names it" if rule.name in ON_REQUEST else "is switched off"
+        return Refusal(Reason.DISABLED, f"rule {rule.name!r} {how}")
     if not views:
         return Refusal(
             Reason.NEVER_CALLED, "its function is never called, so its types are unknown"

@@ -9,7 +9,6 @@ import enum
 class Reason(enum.StrEnum):
     """Why a candidate node was left as it is."""
 
-    NO_RULE = "no-rule"
     DISABLED = "disabled"
     ALREADY_REWRITTEN = "already-rewritten"
     OVERRIDDEN = "overridden"
@@ -18,10 +17,16 @@ class Reason(enum.StrEnum):
     INVALID = "invalid"
     DTYPE_UNKNOWN = "dtype-unknown"
     DTYPE_UNSUPPORTED = "dtype-unsupported"
+    RANK_UNKNOWN = "rank-unknown"
+    RANK_UNSUPPORTED = "rank-unsupported"
     CONSTANT = "constant"
     STATIC = "static"
     NEVER_CALLED = "never-called"
     UNBOUND_ATTRIBUTE = "unbound-attribute"
+    TRAINING = "training"
+    OTHER_READERS = "other-readers"
+    NOT_CONSTANT = "not-constant"
+    INEXACT = "inexact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +43,12 @@ class Entry:
 
     Attributes:
         name: The node's name; may be empty or shared with another node.
-        op_type: MatMul, Gemm, Conv or ConvTranspose.
+        op_type: MatMul, Gemm, Conv or ConvTranspose; BatchNormalization behind a convolution that
+            was taken, where its rule applies.
         where: The graph that holds the node, e.g. `graph`, `graph/If[cond].then_branch`,
             `function my.domain.Linear`.
         output: Name of the node's first output, unique in its graph; empty for a malformed node.
-        rule: Name of the rule that is responsible for the node, or None where there is none.
+        rule: Name of the rule that is responsible for the node.
         refusal: None if the rule took the node.
     """
 
@@ -50,7 +56,7 @@ class Entry:
     op_type: str
     where: str
     output: str
-    rule: str | None
+    rule: str
     refusal: Refusal | None
 
     @property

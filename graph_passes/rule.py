@@ -1,4 +1,4 @@
-"""What a rule is, and the refusals that the rules for matrix products share."""
+"""What a rule is, and the refusals that the rules share."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
 
 
 def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
-    """What the operator's schema forbids: number of operands, attributes, several outputs."""
+    """What the operator's schema forbids: number of operands, attributes, outputs, an overload."""
     schema = onnx.defs.get_schema(node.op_type, scope.opset or MIN_OPSET)
     operands = len(node.inputs)
     if not schema.min_input <= operands <= schema.max_input:
@@ -94,6 +94,8 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
         return _invalid("a mandatory input is empty")
     if len(node.outputs) != 1 or not node.outputs[0].name:
         return _invalid("not exactly one output")
+    if node.overload:
+        return _invalid(f"overload {node.overload!r} of a standard operator")
     for name, attribute in node.attributes.items():
         if name not in schema.attributes:
             return _invalid(

@@ -51,9 +51,13 @@ def walk(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.FunctionProto | Non
     for where, node in _walk_nodes("graph", model.graph.node):
         yield where, None, node
     for function in model.functions:
-        name = ".".join(filter(None, (function.domain, function.name, function.overload)))
-        for where, node in _walk_nodes(f"function {name}", function.node):
+        for where, node in _walk_nodes(f"function {label(function)}", function.node):
             yield where, function, node
+
+
+def label(function: onnx.FunctionProto) -> str:
+    """What reports call a function."""
+    return ".".join(filter(None, (function.domain, function.name, function.overload)))
 
 
 def _walk_nodes(

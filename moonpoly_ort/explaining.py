@@ -11,12 +11,12 @@ import onnx
 
 from . import devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
+from .graph_passes.domain import DOMAIN, OPERATORS
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-DOMAIN = "ai.moonpoly"
 DTYPES: dict[int, str] = {
     onnx.TensorProto.FLOAT16: "f16",
     onnx.TensorProto.BFLOAT16: "bf16",
@@ -24,6 +24,7 @@ DTYPES: dict[int, str] = {
 }
 DEFAULT_GPU = "H200"
 VENDOR = "cuBLASLt"
+_PLANNED = ("MatMul", "Gemm")
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def explain(
         if node is not None and name != node:
             continue
         dtype = DTYPES.get(sizes.elements.get(index, 0), "")
-        base = NodePlan(name, original.op_type, dtype, (), 0)
+        base = NodePlan(name, OPERATORS[original.op_type].standard, dtype, (), 0)
         if not dtype:
             plans.append(replace(base, why_not="its element type is not known without running it"))
             continue
@@ -222,7 +223,7 @@ def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
             copy = onnx.NodeProto()
             copy.CopyFrom(node)
             mark(node, len(originals))
-            node.domain = ""
+            node.domain, node.op_type = "", OPERATORS[node.op_type].standard
             originals.append(copy)
     kept = [function for function in model.functions if function.domain != DOMAIN]
     del model.functions[:]
@@ -240,6 +241,9 @@ def _plan(
     base: NodePlan, node: onnx.NodeProto, precision: str, pack: native.Pack, device: native.Device,
     weights: set[str],
 ) -> tuple[NodePlan, bool]:  # fmt: skip
+    if base.op not in _PLANNED:
+        why_not = f"{base.op} is not planned yet: it runs in ONNX Runtime"
+        return replace(base, why_not=why_not), False
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     a, b, *rest = base.inputs
     if a is None or b is None:

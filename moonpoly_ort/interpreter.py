@@ -23,11 +23,12 @@ from .custom_ops.kernels.pack_format import Param
 from .custom_ops.kernels.signature import PARAMETERS
 from .custom_ops.kernels.spec import Dtype, KernelSpec, interpreted, name
 from .errors import MissingDependencyError, MoonPolyError
+from .interpreted_conv import run_conv_region
 
 if TYPE_CHECKING:
-    from .native import Copy, Pack, Plan, Problem, Region
+    from .native import Conv, Copy, Pack, Plan, Problem, Region
 
-__all__ = ["install", "run", "run_plan"]
+__all__ = ["install", "run", "run_conv", "run_conv_plan", "run_plan"]
 
 
 def _torch() -> Any:
@@ -180,6 +181,24 @@ def _padded(columns: int, align: int, e: int) -> int:
     return -(-columns * e // 16) * 16 // e if align == 16 else columns
 
 
+def run_conv_plan(
+    specs: Sequence[KernelSpec] | Mapping[int, KernelSpec],
+    conv: Conv,
+    plan: Plan,
+    x: int,
+    w: int,
+    bias: int | None,
+    y: int,
+) -> None:
+    """Computes a planned convolution on host memory; arguments and errors as of `run_plan`."""
+    torch = _torch()
+    with loading.TRITON, np.errstate(all="ignore"):
+        for region in plan.regions:
+            spec = specs[region.kernel]
+            with _naming(spec):
+                run_conv_region(torch, _elements, spec, conv, region, x, w, bias, y)
+
+
 def _run_region(
     spec: KernelSpec, p: Problem, r: Region, a: int, b: int, bias: int | None, y: int
 ) -> None:
@@ -240,11 +259,19 @@ def _run_region(
 
 def run(pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
     """`run_plan` for a plan made from an open pack or catalog."""
+    run_plan(_specs(pack, plan), problem, plan, a, b, bias, y)
+
+
+def run_conv(pack: Pack, conv: Conv, plan: Plan, x: int, w: int, bias: int | None, y: int) -> None:
+    """`run_conv_plan` for a plan made from an open pack or catalog."""
+    run_conv_plan(_specs(pack, plan), conv, plan, x, w, bias, y)
+
+
+def _specs(pack: Pack, plan: Plan) -> dict[int, KernelSpec]:
     records = pack.kernels
     launches = [*plan.regions, *(copy for _, copy in plan.copies)]
     used = {launch.kernel: records[launch.kernel] for launch in launches}
-    specs = {i: pack_format.decode_spec(partial(getattr, record)) for i, record in used.items()}
-    run_plan(specs, problem, plan, a, b, bias, y)
+    return {i: pack_format.decode_spec(partial(getattr, record)) for i, record in used.items()}
 
 
 def install(pack: str | os.PathLike[str] | None = None) -> None:
@@ -262,4 +289,7 @@ def install(pack: str | os.PathLike[str] | None = None) -> None:
     def interpret(problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
         run_plan(specs, problem, plan, a, b, bias, y)
 
-    native.set_interpreter(interpret)
+    def convolve(conv: Conv, plan: Plan, x: int, w: int, bias: int | None, y: int) -> None:
+        run_conv_plan(specs, conv, plan, x, w, bias, y)
+
+    native.set_interpreter(interpret, convolve)

@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from typing import IO
 
@@ -60,7 +60,8 @@ class Source:
     def light(self) -> onnx.ModelProto:
         """The model, of whose initializers large ones may lack their payload.
 
-        Anything but the initializers may be changed in it.
+        Anything but the initializers may be changed in it; of those, more may be appended, and
+        `complete` and `remove` serve the rest.
         """
         return self._light
 
@@ -75,6 +76,24 @@ class Source:
                     _put(weight, whole.graph.initializer[index])
                 self._light, self._weights = whole, {}
             return self._light
+
+    def complete(self, index: int) -> None:
+        """Gives an initializer of the light model the payload that it may lack."""
+        with self._lock:
+            weight = self._weights.pop(index, None)
+            if weight is not None:
+                _put(weight, self._light.graph.initializer[index])
+
+    def remove(self, indices: Collection[int]) -> None:
+        """Deletes initializers of the main graph."""
+        with self._lock:
+            for index in sorted(indices, reverse=True):
+                del self._light.graph.initializer[index]
+            self._weights = {
+                index - sum(removed < index for removed in indices): weight
+                for index, weight in self._weights.items()
+                if index not in indices
+            }
 
     @property
     def has_external_data(self) -> bool:

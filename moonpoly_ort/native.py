@@ -13,9 +13,10 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_char, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from .errors import (
     DeviceError,
@@ -29,7 +30,10 @@ from .native_structs import (
     MAX_REGIONS,
     STRUCTS,
     VENDOR,
+    AutoPad,
     Bias,
+    Conv,
+    ConvAttributes,
     Copy,
     Cost,
     DescShape,
@@ -54,7 +58,12 @@ __all__ = [
     "MAX_REGIONS",
     "STRUCTS",
     "VENDOR",
+    "AutoPad",
     "Bias",
+    "Conv",
+    "ConvAttributes",
+    "ConvInterpreter",
+    "ConvProblem",
     "Copy",
     "Cost",
     "DescShape",
@@ -76,6 +85,9 @@ __all__ = [
     "VendorCost",
     "VendorTile",
     "blocks_per_sm",
+    "conv_pack",
+    "conv_packed",
+    "conv_problem",
     "device_count",
     "device_query",
     "gemm_problem",
@@ -91,6 +103,13 @@ _InterpretFn = ctypes.CFUNCTYPE(
     ctypes.POINTER(c_char), c_int32,
 )  # fmt: skip
 
+_InterpretConvFn = ctypes.CFUNCTYPE(
+    c_int32, ctypes.POINTER(Conv), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
+    ctypes.POINTER(c_char), c_int32,
+)  # fmt: skip
+
+# The same for a convolution: (conv, plan, addresses of X, W, bias or None, Y).
+ConvInterpreter = Callable[[Conv, Plan, int, int, int | None, int], None]
 # One launch of the interpreter: (problem, plan, addresses of A, B, bias or None, Y).
 Interpreter = Callable[[Problem, Plan, int, int, int | None, int], None]
 
@@ -160,7 +179,22 @@ def _library() -> ctypes.CDLL:
         ),
         "mp_repack": (c_int32, [c_void_p, pointer(Problem), *[c_void_p] * 3]),
         "mp_set_interpreter": (None, [_InterpretFn]),
+        "mp_set_conv_interpreter": (None, [_InterpretConvFn]),
         "mp_get_stats": (None, [pointer(Stats)]),
+        "mp_conv_problem": (
+            c_int32,
+            [
+                *[c_int32, c_int32, pointer(ConvAttributes), c_int32, shape, c_int32, shape],
+                *[c_int32, shape, pointer(Conv), pointer(Problem), *[pointer(c_int32)] * 2],
+            ],
+        ),
+        "mp_conv_packed": (c_int32, [pointer(Conv), pointer(Conv), shape]),
+        "mp_conv_pack": (c_int32, [pointer(Conv), c_void_p, c_void_p]),
+        "mp_plan_conv": (
+            c_int32,
+            [c_void_p, pointer(Device), pointer(Conv), *[c_int32] * 3, pointer(Plan)],
+        ),
+        "mp_launch_conv": (c_int32, [c_void_p, pointer(Conv), pointer(Plan), *[c_void_p] * 7]),
         "mp_matmul_problem": (
             c_int32,
             [c_int32, c_int32, *[c_int32, shape] * 2, pointer(Problem), shape],
@@ -287,6 +321,19 @@ class Pack(_Owner):
         )
         return packed, size.value
 
+    def plan_conv(
+        self, device: Device, conv: Conv, *, kernel: int = -1, split: int = 0, flags: int = 0
+    ) -> Plan:
+        """The plan for a convolution, as `plan`; raises what it raises."""
+        plan = Plan()
+        _check(
+            _library().mp_plan_conv(
+                self.handle, ctypes.byref(device), ctypes.byref(conv), kernel, split, flags,
+                ctypes.byref(plan),
+            )
+        )  # fmt: skip
+        return plan
+
     def _release(self) -> None:
         _library().mp_pack_close(self._handle)
 
@@ -332,6 +379,27 @@ class Launcher(_Owner):
         `packed`. Raises ProblemError where it says 0 bytes.
         """
         _check(_library().mp_repack(self._handle, ctypes.byref(problem), b, packed, stream))
+
+    def launch_conv(
+        self,
+        conv: Conv,
+        plan: Plan,
+        *,
+        x: int,
+        w: int,
+        y: int,
+        bias: int | None = None,
+        workspace: int | None = None,
+        counters: int | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Enqueues the plan of a convolution, as `launch`."""
+        _check(
+            _library().mp_launch_conv(
+                self._handle, ctypes.byref(conv), ctypes.byref(plan), x, w, bias, y, workspace,
+                counters, stream,
+            )
+        )  # fmt: skip
 
     def _release(self) -> None:
         _library().mp_launcher_destroy(self._handle)
@@ -409,6 +477,56 @@ def gemm_problem(
     return problem
 
 
+@dataclass(frozen=True)
+class ConvProblem:
+    """What a Conv or ConvTranspose node amounts to: the shape of Y and either a convolution or a
+    matrix product, whose A is then W, or B if not `w_is_a`.
+    """
+
+    output: tuple[int, ...]
+    conv: Conv
+    product: Problem | None
+    w_is_a: bool
+
+
+def conv_problem(
+    x: Sequence[int],
+    w: Sequence[int],
+    attributes: ConvAttributes,
+    dtype: Dtype,
+    precision: Precision = Precision.TF32,
+    *,
+    bias: bool = False,
+) -> ConvProblem:
+    """The work of ONNX Conv or ConvTranspose at the shapes `x` and `w`, as stored.
+
+    Raises `ProblemError` for shapes or attributes that do not fit.
+    """
+    conv, problem, pointwise, w_is_a = Conv(), Problem(), c_int32(), c_int32()
+    output = (c_int64 * max(1, len(x)))()
+    _check(
+        _library().mp_conv_problem(
+            dtype, precision, ctypes.byref(attributes), len(x), _dims(x), len(w), _dims(w), bias,
+            output, ctypes.byref(conv), ctypes.byref(problem), ctypes.byref(pointwise),
+            ctypes.byref(w_is_a),
+        )
+    )  # fmt: skip
+    product = problem if pointwise.value else None
+    return ConvProblem(tuple(output[: len(x)]), conv, product, bool(w_is_a.value))
+
+
+def conv_packed(conv: Conv) -> tuple[Conv, int]:
+    """`conv` with W stored for loads of 16 bytes, and the bytes of that W; 0: it has no use."""
+    out, size = Conv(), c_int64()
+    _check(_library().mp_conv_packed(ctypes.byref(conv), ctypes.byref(out), ctypes.byref(size)))
+    return out, size.value
+
+
+def conv_pack(conv: Conv, w: int, packed: int) -> None:
+    """Stores W at the host address `w` anew at `packed`, as `conv_packed` describes."""
+    _check(_library().mp_conv_pack(ctypes.byref(conv), w, packed))
+
+
 def stats() -> Stats:
     """Counters since the library was loaded, over all sessions."""
     out = Stats()
@@ -416,35 +534,40 @@ def stats() -> Stats:
     return out
 
 
-_installed: list[object] = []  # keeps the C callback alive
+_installed: dict[str, object] = {}  # keeps the C callbacks alive
 
 
-def set_interpreter(function: Interpreter | None) -> None:
-    """Installs what the interpreter backend's CPU ops call, or removes it. An exception that the
-    function raises becomes the error of the session's run.
+def set_interpreter(function: Interpreter | None, conv: ConvInterpreter | None = None) -> None:
+    """Installs what the interpreter backend's CPU ops call for products and for convolutions, or
+    removes it. An exception that a function raises becomes the error of the session's run.
     """
+    _install("mp_set_interpreter", _InterpretFn, function)
+    _install("mp_set_conv_interpreter", _InterpretConvFn, conv)
+
+
+def _install(setter: str, kind: Any, function: Callable[..., None] | None) -> None:
     if function is None:
-        _library().mp_set_interpreter(_InterpretFn())
+        getattr(_library(), setter)(kind())
         return
 
     def call(
-        problem: ctypes._Pointer[Problem],
+        problem: Any,
         plan: ctypes._Pointer[Plan],
-        a: int,
-        b: int,
+        first: int,
+        second: int,
         bias: int | None,
         y: int,
         error: ctypes._Pointer[c_char],
         error_bytes: int,
     ) -> int:
         try:
-            function(problem.contents, plan.contents, a, b, bias, y)
+            function(problem.contents, plan.contents, first, second, bias, y)
         except Exception as caught:
             text = f"{type(caught).__name__}: {caught}".encode()[: error_bytes - 1]
             ctypes.memmove(error, text + b"\0", len(text) + 1)
             return 1
         return 0
 
-    callback = _InterpretFn(call)
-    _library().mp_set_interpreter(callback)
-    _installed[:] = [callback]
+    callback = kind(call)
+    getattr(_library(), setter)(callback)
+    _installed[setter] = callback

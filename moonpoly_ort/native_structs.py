@@ -5,6 +5,7 @@ and checks their sizes against the library's.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_char, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64
 from enum import IntEnum, IntFlag
 
@@ -42,6 +43,16 @@ class Family(IntEnum):
     GEMM_DOT = 6
     GEMM_TMA_MASKED = 8
     COPY_PADDED = 9
+    CONV = 16
+    CONV_TAPS4 = 17
+    CONV_TAPS8 = 18
+    CONV_TRANSPOSED = 19
+    CONV_DEPTHWISE = 20
+    CONV_DEPTHWISE_TRANSPOSED = 21
+
+    @property
+    def convolves(self) -> bool:
+        return self >= Family.CONV
 
 
 class PlanFlag(IntFlag):
@@ -53,12 +64,23 @@ class PlanFlag(IntFlag):
     NO_STREAM = 8
 
 
+class AutoPad(IntEnum):
+    NOTSET = 0
+    SAME_UPPER = 1
+    SAME_LOWER = 2
+    VALID = 3
+
+
 class _Struct(ctypes.Structure):
     """A struct that shows its fields and can be filled by keyword."""
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{field[0]}={getattr(self, field[0])!r}" for field in self._fields_)
-        return f"{type(self).__name__}({fields})"
+        values = ((field[0], getattr(self, field[0])) for field in self._fields_)
+        shown = (
+            f"{name}={list(value) if isinstance(value, ctypes.Array) else value!r}"
+            for name, value in values
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Problem(_Struct):
@@ -77,6 +99,65 @@ class Problem(_Struct):
         ("alpha", c_float),
         ("beta", c_float),
     ]
+
+
+class Conv(_Struct):
+    """`mp_conv`: a convolution at given sizes. Axes are depth, height, width; strides of W count
+    elements. `w_taps`: how W is stored, 0 for anyhow.
+    """
+
+    _fields_ = [
+        *((name, c_int32) for name in ("dtype", "precision", "transposed", "bias")),
+        *((name, c_int64) for name in ("n", "groups", "c", "k")),
+        *((name, c_int64 * 3) for name in ("inputs", "out", "kernel", "stride", "dilation", "pad")),
+        *((name, c_int64) for name in ("w_g", "w_k", "w_c", "w_h", "w_w")),
+        ("w_taps", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class ConvAttributes(_Struct):
+    """`mp_conv_attributes`: those of an ONNX node. A list's count is 0 where the node lacks it."""
+
+    _fields_ = [
+        ("transposed", c_int32),
+        ("auto_pad", c_int32),
+        ("group", c_int64),
+        *(
+            (f"{name}_count", c_int32)
+            for name in ("kernel", "stride", "dilation", "pad", "output_padding", "output_shape")
+        ),
+        *((name, c_int64 * 3) for name in ("kernel", "stride", "dilation")),
+        ("pad", c_int64 * 6),
+        *((name, c_int64 * 3) for name in ("output_padding", "output_shape")),
+    ]
+
+    @classmethod
+    def of_node(
+        cls,
+        transposed: bool,
+        *,
+        auto_pad: str = "NOTSET",
+        group: int = 1,
+        kernel_shape: Sequence[int] = (),
+        strides: Sequence[int] = (),
+        dilations: Sequence[int] = (),
+        pads: Sequence[int] = (),
+        output_padding: Sequence[int] = (),
+        output_shape: Sequence[int] = (),
+    ) -> ConvAttributes:
+        """From attributes as ONNX names them. Raises ValueError for lists that are too long."""
+        out = cls(transposed=transposed, auto_pad=AutoPad[auto_pad], group=group)
+        for name, values in (
+            ("kernel", kernel_shape), ("stride", strides), ("dilation", dilations), ("pad", pads),
+            ("output_padding", output_padding), ("output_shape", output_shape),
+        ):  # fmt: skip
+            array = getattr(out, name)
+            if len(values) > len(array):
+                raise ValueError(f"{name} has {len(values)} values; {len(array)} are possible")
+            array[: len(values)] = list(values)
+            setattr(out, f"{name}_count", len(values))
+        return out
 
 
 class Device(_Struct):
@@ -288,4 +369,6 @@ STRUCTS: dict[str, type[_Struct]] = {
     "mp_vendor_cost": VendorCost,
     "mp_pack_header": PackHeader,
     "mp_stats": Stats,
+    "mp_conv": Conv,
+    "mp_conv_attributes": ConvAttributes,
 }

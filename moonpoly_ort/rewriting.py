@@ -1,4 +1,4 @@
-"""Rewriting a model: standard MatMul and Gemm nodes become `ai.moonpoly` nodes.
+"""Rewriting a model: standard MatMul, Gemm and Conv nodes become `ai.moonpoly` nodes.
 
     result = rewrite("model.onnx", "rewritten.onnx")
     for entry in result.report:
@@ -35,7 +35,7 @@ class RuleInfo:
 
 def list_rules() -> tuple[RuleInfo, ...]:
     """The rules, in the order they are applied."""
-    return tuple(RuleInfo(r.name, r.op_type, r.transformation) for r in pipeline.RULES)
+    return tuple(RuleInfo(*rule) for rule in pipeline.described())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class RewriteResult:
 
     Attributes:
         report: One entry per MatMul, Gemm, Conv and ConvTranspose node, in the model's order: the
-            main graph with its subgraphs, then the functions.
+            main graph with its subgraphs, then the functions. Behind them, where its rule applies,
+            one per BatchNormalization of the output of a Conv or ConvTranspose that is ours.
         output: The file written, or None.
     """
 
@@ -100,7 +101,8 @@ def rewrite(
             copied into the same folder under its own names, in pieces, unless it is there already.
             Nothing appears under these names before all of it is complete.
         static: Take nodes whose shapes are all known, too.
-        rules: Names of the rules to apply (`list_rules`); None: all.
+        rules: Names of the rules to apply (`list_rules`); None: all but `conv`,
+            `conv_transpose` and `batch_normalization`: the library has no kernels for them yet.
         disable: Names of rules to leave out.
         overwrite: Replace data files in the output's folder that have other content.
         base_dir: Folder of the external data of a model that is not given as a path.
@@ -114,6 +116,6 @@ def rewrite(
     """
     enabled = pipeline.select(rules, disable)
     source = model_files.read(model, base_dir)
-    report = pipeline.apply(source.light, static=static, enabled=enabled)
+    report = pipeline.apply(source.light, source, static=static, enabled=enabled)
     written = None if output is None else model_files.write(source, output, overwrite=overwrite)
     return RewriteResult(report, written, source)

@@ -396,7 +396,7 @@ def _rewritten(
 
     # Mapping the file is safe, since it is used here and now.
     model = model_files.read(source, mapped=True)
-    report = pipeline.apply(model.light, static=False, enabled=pipeline.select(None, ()))
+    report = pipeline.apply(model.light, model, static=False, enabled=pipeline.select(None, ()))
     if not any(entry.taken for entry in report):
         return source, None, report
     folder = model.folder.absolute() if model.folder and model.has_external_data else None

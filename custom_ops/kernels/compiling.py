@@ -19,7 +19,7 @@ from typing import Any
 
 from moonpoly_ort.errors import MissingDependencyError, PackError
 
-from . import loading
+from . import conv_compiling, loading
 from .pack_format import VERSION, Descriptor, PackedKernel, Param
 from .signature import PARAMETERS, launch_params
 from .spec import (
@@ -46,6 +46,8 @@ SOURCES = {
     "gemm_tma_masked": ("tiles.py", "gemm_tma.py", "gemm_tma_masked.py"),
     "copy_padded": ("tiles.py", "copy_padded.py"),
     "gemm_ws_x3": ("gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py"),
+    "conv": ("tiles.py", "conv.py", "conv_compiling.py"),
+    "conv_depthwise": ("tiles.py", "conv.py", "conv_depthwise.py", "conv_compiling.py"),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
@@ -93,6 +95,8 @@ def content_key(sm: int, triton: str, *, trial: bool = False) -> str:
 
 def _signature(spec: KernelSpec) -> dict[str, str]:
     element = ELEMENT[spec.dtype]
+    if spec.family.convolves:
+        return conv_compiling.signature(spec, element)
     if spec.family is Family.COPY_PADDED:  # whatever the bits mean
         element = f"i{8 * spec.dtype.bytes}"
     y_box = spec.y_box
@@ -131,7 +135,7 @@ def _rounded(spec: KernelSpec, sm: int) -> str:
         return "left" if is_wide(spec, sm) else "both"
     if is_wide(spec, sm):
         return "none" if left_is_k_major(spec) else "left"
-    return "both" if spec.family is Family.GEMM_POINTER else "none"
+    return "both" if spec.family is Family.GEMM_POINTER or spec.family.convolves else "none"
 
 
 def _shared_layout(dtype: Dtype, box: tuple[int, int]) -> Any:
@@ -152,6 +156,8 @@ def _options(spec: KernelSpec) -> dict[str, Any]:
 def _divisors(spec: KernelSpec) -> dict[str, int]:
     """What the compiler may assume of the run-time arguments: it decides how wide the loads are."""
     e = spec.dtype.bytes
+    if spec.family.convolves:
+        return conv_compiling.divisors(spec)
     if spec.family is Family.COPY_PADDED:
         return {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     divisors = {"workspace": 16} if "workspace" in PARAMETERS[spec.source] else {}

@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .spec import Family, KernelSpec
+from .conv_spec import is_transposed, taps
+from .spec import Dtype, Family, KernelSpec
 
 # The interpreter replaces functions of `triton.language` while a kernel runs, so it and a
 # compilation exclude each other, and so do two interpretations.
@@ -49,6 +50,8 @@ def constants(
     spec: KernelSpec, *, rounded: str = "none", dependent_launch: bool = False
 ) -> dict[str, Any]:
     """The compile-time arguments of a kernel; `rounded` names the TF32 factors it rounds itself."""
+    if spec.family.convolves:
+        return _conv_constants(spec, rounded)
     early = {"DEPENDENT_LAUNCH": dependent_launch}
     if spec.family is Family.COPY_PADDED:
         return {"BM": spec.bm, "BN": spec.bn, "TRANS_A": spec.trans_a, **early}
@@ -75,3 +78,18 @@ def constants(
         "AT_ONCE": spec.slices_at_once,
     }  # fmt: skip
     return common | early
+
+
+def _conv_constants(spec: KernelSpec, rounded: str) -> dict[str, Any]:
+    if spec.family.depthwise:
+        return {
+            "BM": spec.bm, "BN": spec.bn, "GROUP_M": spec.group_m,
+            "TRANSPOSED": is_transposed(spec.family), "WIDTH": spec.bk if spec.bk > 1 else 0,
+        }  # fmt: skip
+    return {
+        "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,
+        "TAPS": taps(spec.family), "TRANSPOSED": is_transposed(spec.family),
+        "PACKED": spec.align_a == 16, "PREFETCH": spec.dtype is not Dtype.F32,
+        "SPLIT_K": spec.split_k, "SWAP": spec.swap, "PRECISION": str(spec.precision),
+        "ROUND": rounded, "UNIT": 16 // spec.dtype.bytes,
+    }  # fmt: skip

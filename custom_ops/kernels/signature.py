@@ -55,6 +55,38 @@ PARAMETERS: dict[str, dict[str, Param]] = {
     },
 }  # fmt: skip
 
+_CONV_SHAPE = {
+    "in_d": Param.CONV_IN_D, "in_h": Param.CONV_IN_H, "in_w": Param.CONV_IN_W,
+    "out_h": Param.CONV_OUT_H, "out_w": Param.CONV_OUT_W,
+    "kernel_d": Param.CONV_KERNEL_D, "kernel_h": Param.CONV_KERNEL_H,
+    "kernel_w": Param.CONV_KERNEL_W,
+    "stride_d": Param.CONV_STRIDE_D, "stride_h": Param.CONV_STRIDE_H,
+    "stride_w": Param.CONV_STRIDE_W,
+    "dilation_d": Param.CONV_DILATION_D, "dilation_h": Param.CONV_DILATION_H,
+    "dilation_w": Param.CONV_DILATION_W,
+    "pad_d": Param.CONV_PAD_D, "pad_h": Param.CONV_PAD_H, "pad_w": Param.CONV_PAD_W,
+    "channel": Param.CONV_CHANNEL,
+}  # fmt: skip
+_CONV_OPERANDS = {
+    "x": Param.CONV_X, "w": Param.CONV_W, "y": Param.CONV_Y, "bias": Param.CONV_BIAS,
+}  # fmt: skip
+_CONV_W = {
+    "w_g": Param.CONV_W_G, "w_k": Param.CONV_W_K, "w_c": Param.CONV_W_C, "w_h": Param.CONV_W_H,
+    "w_w": Param.CONV_W_W,
+}  # fmt: skip
+_CONV = {
+    **_CONV_OPERANDS, "workspace": Param.PTR_WORKSPACE, "counters": Param.PTR_COUNTERS,
+    "M": Param.M, "N": Param.N, "C": Param.CONV_C, "split": Param.SPLIT,
+    "groups": Param.CONV_GROUPS, "z0": Param.Z0, "has_bias": Param.CONV_HAS_BIAS,
+    **_CONV_SHAPE, **_CONV_W,
+}  # fmt: skip
+_CONV_DEPTHWISE = {
+    **_CONV_OPERANDS, "M": Param.M, "N": Param.N, "multiplier": Param.CONV_K, "z0": Param.Z0,
+    "has_bias": Param.CONV_HAS_BIAS, **_CONV_SHAPE,
+    **{argument: param for argument, param in _CONV_W.items() if argument != "w_c"},
+}  # fmt: skip
+PARAMETERS |= {"conv": _CONV, "conv_depthwise": _CONV_DEPTHWISE}
+
 
 def launch_params(spec: KernelSpec) -> tuple[Param, ...]:
     """The parameter list of a compiled kernel; Triton appends two scratch pointers, null here."""

@@ -21,6 +21,12 @@ class Family(StrEnum):
     GEMM_TMA_MASKED = "gemm_tma_masked"
     COPY_PADDED = "copy_padded"
     GEMM_DOT = "gemm_dot"
+    CONV = "conv"
+    CONV_TAPS4 = "conv_taps4"
+    CONV_TAPS8 = "conv_taps8"
+    CONV_TRANSPOSED = "conv_transposed"
+    CONV_DEPTHWISE = "conv_depthwise"
+    CONV_DEPTHWISE_TRANSPOSED = "conv_depthwise_transposed"
 
     @property
     def tensor_maps(self) -> bool:
@@ -33,6 +39,15 @@ class Family(StrEnum):
         if self is Family.GEMM_TMA_MASKED:
             return "AB"
         return "ABY" if self.tensor_maps else ""
+
+    @property
+    def convolves(self) -> bool:
+        """Whether it computes convolutions; the others compute matrix products."""
+        return self.value.startswith("conv")
+
+    @property
+    def depthwise(self) -> bool:
+        return self.value.startswith("conv_depthwise")
 
 
 class Dtype(StrEnum):
@@ -87,6 +102,8 @@ class KernelSpec:
     @property
     def source(self) -> str:
         """The kernel function's name, which is that of its module."""
+        if self.family.convolves:
+            return "conv_depthwise" if self.family.depthwise else "conv"
         return f"{self.family}_x3" if self.persistent and self.tf32x3 else str(self.family)
 
     @property
@@ -135,9 +152,9 @@ class KernelSpec:
 def name(spec: KernelSpec) -> str:
     """The kernel's unique name, e.g. `gemm_tma_f16_nn_128x256x64_w8_s3`."""
     dtype = "f32ieee" if spec.precision is Precision.IEEE else str(spec.dtype)
-    layout = "nt"[spec.trans_a] + "nt"[spec.trans_b]
+    layout = "" if spec.family.convolves else "_" + "nt"[spec.trans_a] + "nt"[spec.trans_b]
     parts = [
-        f"{spec.family}_{dtype}_{layout}_{spec.bm}x{spec.bn}x{spec.bk}_w{spec.warps}_s{spec.stages}",
+        f"{spec.family}_{dtype}{layout}_{spec.bm}x{spec.bn}x{spec.bk}_w{spec.warps}_s{spec.stages}",
         "" if spec.group_m == 8 else f"g{spec.group_m}",
         "swap" if spec.swap else "",
         "sliced" if spec.sliced else "split" if spec.split_k else "",
@@ -166,7 +183,7 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         reason = _why_illegal_dot(spec)
         if reason is not None:
             return reason
-    for field in ("bm", "bn", "bk"):
+    for field in ("bm", "bn", "bk") if not spec.family.depthwise else ():
         size = getattr(spec, field)
         checked = spec.family is Family.GEMM_DOT or (
             spec.family is Family.GEMM_WS and field != "bk"
@@ -201,6 +218,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             f"{spec.bm}x{spec.bn} sums take more than {most} registers a thread of "
             f"{spec.multiplying_warps} warps"
         )
+    if spec.family.convolves and (reason := conv_spec.why_illegal_conv(spec)):
+        return reason
     shared, _ = estimated_resources(spec, sm)
     if shared > SHARED_LIMIT[sm]:
         return f"{shared} bytes of shared memory exceed the {SHARED_LIMIT[sm]} of sm_{sm}"
@@ -261,7 +280,7 @@ def can_launch_early(spec: KernelSpec, sm: int) -> bool:
     itself. Tried on sm_90 alone. Whether it is launched so depends on the grid, too: the runtime's
     `is_launched_early`.
     """
-    return sm == 90 and spec.source != "gemm_ws_x3"
+    return sm == 90 and spec.source != "gemm_ws_x3" and not spec.family.convolves
 
 
 def accepts(
@@ -275,6 +294,7 @@ def accepts(
     """
     return (
         spec.family is not Family.COPY_PADDED
+        and not spec.family.convolves
         and spec.dtype is dtype
         and spec.precision is precision
         and (spec.trans_a, spec.trans_b) == (trans_a, trans_b)
@@ -332,6 +352,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         return _resources_copy(spec)
     if spec.family is Family.GEMM_DOT:
         return _resources_dot(spec)
+    if spec.family.convolves:
+        return conv_spec.conv_resources(spec, is_wide(spec, sm))
     wide = is_wide(spec, sm)
     left = (
         (spec.align_b, spec.bk * spec.bn * e)
@@ -671,7 +693,8 @@ def _expand(tiles: Iterable[Tile], like: KernelSpec, sm: int) -> Iterator[Kernel
 
 def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is
-    legal. With `trial`, those on trial follow: tiles of `gemm_ws`, on sm_90.
+    legal. With `trial`, those on trial are there too: tiles of `gemm_ws`, on sm_90, and the kernels
+    of convolutions.
 
     Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and
     precision at the least alignment, with and without a matrix C. Raises ValueError for an
@@ -720,6 +743,8 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     )  # fmt: skip
     out += _expand(SPECIALIZED_SPLIT, split, sm)
     out += _expand(SPECIALIZED_SPLIT_SWAPPED, replace(split, trans_b=False), sm)
+    if trial:
+        out += conv_spec.conv_specs(sm)
     return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
 
 
@@ -809,3 +834,7 @@ def _expand_small(tiles: Iterable[SmallTile], like: KernelSpec) -> Iterator[Kern
 
 def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:
     return replace(spec, align_a=a, align_b=b, align_c=c)
+
+
+# It is made of what this module defines.
+from . import conv_spec  # noqa: E402

@@ -2,6 +2,9 @@
 #include <cstring>
 #include <new>
 
+#include "conv_planner.h"
+#include "conv_shape.h"
+#include "conv_weights.h"
 #include "driver.h"
 #include "error.h"
 #include "interpreter.h"
@@ -61,6 +64,33 @@ moonpoly::Shape shape_of(int32_t rank, const int64_t* dims) {
   return shape;
 }
 
+// The same for a convolution's plan.
+void check_conv_plan(const moonpoly::Pack& pack, const mp_conv& conv, const mp_plan& plan) {
+  moonpoly::check_conv(conv);
+  if (plan.region_count < 0 || plan.region_count > MP_MAX_REGIONS) {
+    moonpoly::fail(MP_INVALID, "a plan has 0 to ", MP_MAX_REGIONS, " regions, not ",
+                   plan.region_count);
+  }
+  for (int i = 0; i < plan.region_count; ++i) {
+    const mp_region& r = plan.regions[i];
+    if (r.kernel < 0 || r.kernel >= pack.kernel_count()) {
+      moonpoly::fail(MP_INVALID, "region ", i, " names kernel ", r.kernel, "; the pack holds ",
+                     pack.kernel_count());
+    }
+    const mp_kernel& k = pack.kernel(r.kernel);
+    if (const char* why = moonpoly::conv_refusal(k, conv)) {
+      moonpoly::fail(MP_NO_KERNEL, "region ", i, ": kernel ", k.name,
+                     " cannot run this convolution: ", why);
+    }
+    const int64_t entries = moonpoly::conv_entries(k, conv);
+    if (r.m0 != 0 || r.m != moonpoly::conv_rows(k, conv) || r.n0 != 0 ||
+        r.n != moonpoly::out_pixels(conv) || r.z0 < 0 || r.z < 1 || r.z > entries - r.z0 ||
+        r.grid < 1 || r.grid > 0x7fffffff) {
+      moonpoly::fail(MP_INVALID, "region ", i, " lies outside the convolution, or cuts an image");
+    }
+  }
+}
+
 // A plan may come from outside: check that the launcher cannot be led astray by it.
 void check_plan(const moonpoly::Pack& pack, const mp_problem& given, const mp_plan& plan) {
   moonpoly::check_problem(given);
@@ -118,6 +148,8 @@ MP_EXPORT int32_t mp_struct_size(const char* name) {
   MP_SIZE(mp_vendor_cost);
   MP_SIZE(mp_pack_header);
   MP_SIZE(mp_stats);
+  MP_SIZE(mp_conv);
+  MP_SIZE(mp_conv_attributes);
 #undef MP_SIZE
   return -1;
 }
@@ -307,4 +339,104 @@ MP_EXPORT mp_status mp_gemm_problem(int32_t dtype, int32_t precision, const int6
     moonpoly::set_alignment(&product, nullptr, nullptr, nullptr);
     *out = product.problem;
   });
+}
+
+MP_EXPORT mp_status mp_conv_problem(int32_t dtype, int32_t precision,
+                                    const mp_conv_attributes* attributes, int32_t x_rank,
+                                    const int64_t* x_dims, int32_t w_rank, const int64_t* w_dims,
+                                    int32_t bias, int64_t* out_dims, mp_conv* conv,
+                                    mp_problem* problem, int32_t* pointwise, int32_t* w_is_a) {
+  return guarded([&] {
+    require(attributes, "attributes");
+    require(out_dims, "out_dims");
+    require(conv, "conv");
+    require(problem, "problem");
+    require(pointwise, "pointwise");
+    require(w_is_a, "w_is_a");
+    const moonpoly::Shape x = shape_of(x_rank, x_dims), w = shape_of(w_rank, w_dims);
+    moonpoly::Shape b;
+    b.rank = 1;
+    if (w.rank > 1) b.dims[0] = attributes->transposed ? w.dims[1] * attributes->group : w.dims[0];
+    moonpoly::Convolution found;
+    moonpoly::convolution(x, w, bias ? &b : nullptr, *attributes, {dtype, precision}, &found);
+    for (int i = 0; i < found.output.rank; ++i) out_dims[i] = found.output.dims[i];
+    *conv = found.conv;
+    *problem = mp_problem{};
+    *pointwise = found.pointwise;
+    *w_is_a = found.pointwise && found.w_is_a;
+    if (found.pointwise) {
+      moonpoly::set_alignment(&found.product, nullptr, nullptr, nullptr);
+      *problem = found.product.problem;
+    }
+  });
+}
+
+MP_EXPORT mp_status mp_conv_packed(const mp_conv* conv, mp_conv* out, int64_t* bytes) {
+  return guarded([&] {
+    require(conv, "conv");
+    require(out, "out");
+    require(bytes, "bytes");
+    moonpoly::check_conv(*conv);
+    *bytes = moonpoly::packed_conv(*conv, out);
+  });
+}
+
+MP_EXPORT mp_status mp_conv_pack(const mp_conv* conv, const void* w, void* packed) {
+  return guarded([&] {
+    require(conv, "conv");
+    require(w, "w");
+    require(packed, "packed");
+    moonpoly::check_conv(*conv);
+    moonpoly::pack_conv(*conv, w, packed);
+  });
+}
+
+MP_EXPORT mp_status mp_plan_conv(const mp_pack* pack, const mp_device* device, const mp_conv* conv,
+                                 int32_t only_kernel, int32_t only_split, int32_t flags,
+                                 mp_plan* out) {
+  return guarded([&] {
+    require(pack, "pack");
+    require(device, "device");
+    require(conv, "conv");
+    require(out, "out");
+    moonpoly::PlanRequest request;
+    request.only_kernel = only_kernel;
+    request.only_split = only_split;
+    request.workspace = !(flags & 1);  // MP_PLAN_NO_SPLIT
+    pack->pack->conv_planner(*device)->plan(*conv, request, out);
+  });
+}
+
+MP_EXPORT mp_status mp_launch_conv(mp_launcher* launcher, const mp_conv* conv, const mp_plan* plan,
+                                   const void* x, const void* w, const void* bias, void* y,
+                                   void* workspace, void* counters, void* stream) {
+  return guarded([&] {
+    require(launcher, "launcher");
+    require(conv, "conv");
+    require(plan, "plan");
+    moonpoly::Launcher& device = *launcher->launcher;
+    check_conv_plan(device.pack(), *conv, *plan);
+    if ((plan->workspace_bytes && !workspace) || (plan->counters && !counters)) {
+      moonpoly::fail(MP_INVALID, "the plan needs ", plan->workspace_bytes,
+                     " bytes of workspace and ", plan->counters, " zeroed counters; got null");
+    }
+    if (plan->workspace_bytes && reinterpret_cast<uintptr_t>(workspace) % 16) {
+      moonpoly::fail(MP_INVALID, "the workspace at ", workspace, " is not 16-byte aligned");
+    }
+    if (conv->w_taps && reinterpret_cast<uintptr_t>(w) % 16) {
+      moonpoly::fail(MP_INVALID, "W at ", w, " is not 16-byte aligned, as w_taps = ", conv->w_taps,
+                     " says");
+    }
+    if (conv->bias && !bias) {
+      moonpoly::fail(MP_INVALID, "the convolution has a bias, but `bias` is null");
+    }
+    moonpoly::CurrentContext current(device.context());
+    device.load(conv->dtype, conv->dtype == MP_F32 ? conv->precision : MP_TF32);
+    device.launch_conv(*conv, *plan, {w, x, conv->bias ? bias : nullptr, y}, workspace, counters,
+                       static_cast<moonpoly::CUstream>(stream));
+  });
+}
+
+MP_EXPORT void mp_set_conv_interpreter(mp_interpret_conv_fn fn) {
+  moonpoly::conv_interpreter().store(fn);
 }

@@ -67,6 +67,18 @@ constexpr double kRoomyLaunchUs = 0.45;      // the same of a kernel for which t
 constexpr double kCrowding = 0.52;
 constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among those that have one
 
+// A convolution, counted in its code: instructions of a warp for each element of X a lane and for
+// each step beside them, of which an SM issues four a clock. Pixels come from caches, mostly.
+constexpr double kPixelInstructions = 8, kConvStepInstructions = 75;
+constexpr double kPixelLatencyUs = 0.3;
+
+double conv_issue_clocks(const mp_kernel& k) {
+  const double pixels = double(k.bn) * k.bk / 32 * kPixelInstructions;
+  const double w_bytes = k.align_a < 4 ? double(k.bm) * k.bk * element_bytes(k.dtype) : 0;
+  return (pixels + k.warps * kConvStepInstructions) / 4 +
+         w_bytes / k.align_a / 32 * kNarrowLoadClocks;
+}
+
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // What limits a K step are queues one behind the other: near a tie neither hides the other fully.
@@ -88,10 +100,10 @@ double store_slice_clocks(const mp_kernel& k) {
 }
 
 // The time in which the last block adds up one slice. As many are being loaded as the shared memory
-// of the K loop holds, and at least two, or four of few sums; persistent kernels load one after the
-// other.
+// of the K loop holds, and at least two, or four of few sums; persistent kernels and convolutions
+// load one after the other.
 double add_slice_clocks(const mp_kernel& k) {
-  if (k.persistent) return store_slice_clocks(k);
+  if (k.persistent || is_convolution(k)) return store_slice_clocks(k);
   const double slice = double(k.bm) * k.bn * sizeof(float);
   const double loop = double(k.stages - 1) * (k.bm + k.bn) * k.bk * element_bytes(k.dtype);
   const double at_once = std::clamp(std::floor(loop / slice), slice <= 16384 ? 4.0 : 2.0, 12.0);
@@ -151,6 +163,10 @@ double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, d
     pipelined = k.align_a >= 4 && k.align_b >= 4;
   }
   latency = pipelined ? latency / std::max(1, k.stages - 1) : latency + issue;
+  if (is_convolution(k)) {  // loaded a step ahead
+    issue = conv_issue_clocks(k);
+    latency = kPixelLatencyUs * model.clocks_per_us;
+  }
   return smooth_max({resident * multiply, resident * shared / kSharedBytesPerClock,
                      resident * (a_bytes + b_bytes) / l2_bytes, resident * issue, latency});
 }

@@ -65,6 +65,8 @@ struct LoadedDriver {
     find(api.MemAlloc, "cuMemAlloc_v2");
     find(api.MemFree, "cuMemFree_v2");
     find(api.PointerGetAttribute, "cuPointerGetAttribute");
+    find(api.MemcpyDtoH, "cuMemcpyDtoH_v2");
+    find(api.MemcpyHtoD, "cuMemcpyHtoD_v2");
     find(api.MemsetD32, "cuMemsetD32_v2");
     find(api.MemsetD32Async, "cuMemsetD32Async");
     find(api.StreamSynchronize, "cuStreamSynchronize");

@@ -79,6 +79,8 @@ struct Driver {
   CUresult (*MemAlloc)(CUdeviceptr* pointer, size_t bytes);
   CUresult (*MemFree)(CUdeviceptr pointer);
   CUresult (*PointerGetAttribute)(void* value, int attribute, CUdeviceptr pointer);
+  CUresult (*MemcpyDtoH)(void* to, CUdeviceptr from, size_t bytes);
+  CUresult (*MemcpyHtoD)(CUdeviceptr to, const void* from, size_t bytes);
   CUresult (*MemsetD32)(CUdeviceptr pointer, unsigned value, size_t count);
   CUresult (*MemsetD32Async)(CUdeviceptr pointer, unsigned value, size_t count, CUstream stream);
   CUresult (*StreamSynchronize)(CUstream stream);

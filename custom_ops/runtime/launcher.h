@@ -63,6 +63,9 @@ class Launcher {
   // plan).
   void launch(const mp_problem& problem, const mp_plan& plan, const Operands& operands,
               void* workspace, void* counters, CUstream stream, TensorMapCache* maps);
+  // The same for a convolution; `operands` are W, X, bias and Y.
+  void launch_conv(const mp_conv& conv, const mp_plan& plan, const Operands& operands,
+                   void* workspace, void* counters, CUstream stream);
 
   // Copies A (operand 0) or B (1) of a problem to `target`.
   void copy(const mp_problem& problem, const mp_copy& copy, int operand, const void* source,

@@ -58,6 +58,42 @@ typedef struct mp_problem {
   float alpha, beta;
 } mp_problem;
 
+// ---- the convolution -----------------------------------------------------------------------------
+// ONNX's Conv and ConvTranspose of one dtype at given sizes, as an implicit product for each image and
+// group: Y[k, p] = bias[k] + sum over channels c and taps t of W[k, c, t] * X[c, at(p, t)].
+//   X is (n, groups * c, in[0..2]), Y is (n, groups * k, out[0..2]), both contiguous.
+//   Axes are depth, height, width; where there are fewer, the leading ones have size 1.
+//   at, for each axis: p * stride - pad + t * dilation, and transposed (p + pad - t * dilation) / stride
+//   where that divides; where it lies outside of X, or does not divide, X counts as 0.
+//   W[g, k, c, t] = w[g * w_g + k * w_k + c * w_c + (t[0] * kernel[1] + t[1]) * w_h + t[2] * w_w]
+typedef struct mp_conv {
+  int32_t dtype, precision;  // as in mp_problem
+  int32_t transposed;
+  int32_t bias;              // 1: one value for each of the groups * k channels of Y
+  int64_t n, groups;
+  int64_t c, k;              // channels of X and of Y, of one group
+  int64_t in[3], out[3], kernel[3], stride[3], dilation[3], pad[3];  // pad: in front
+  int64_t w_g, w_k, w_c, w_h, w_w;  // elements
+  // W is stored for kernels that cover so many taps along the width at a time (1, 4 or 8), with 16
+  // bytes of alignment of base, w_g, w_k and w_h; 0: it is stored anyhow.
+  //   1: w_c is 1, w_w is aligned too, and zeros follow the channels up to 16 bytes.
+  //   4, 8: w_w is 1, w_c the width of the kernel rounded up to so many taps, which are zero.
+  int32_t w_taps;
+  int32_t reserved;
+} mp_conv;
+
+typedef enum mp_auto_pad { MP_NOTSET = 0, MP_SAME_UPPER = 1, MP_SAME_LOWER = 2, MP_VALID = 3 } mp_auto_pad;
+
+// The attributes of an ONNX node. A list's count is 0 where the node lacks it, else the number of spatial
+// axes; of pads twice that, all begins first.
+typedef struct mp_conv_attributes {
+  int32_t transposed, auto_pad;
+  int64_t group;
+  int32_t kernel_count, stride_count, dilation_count, pad_count;
+  int32_t output_padding_count, output_shape_count;  // of ConvTranspose
+  int64_t kernel[3], stride[3], dilation[3], pad[6], output_padding[3], output_shape[3];
+} mp_conv_attributes;
+
 // ---- the device ----------------------------------------------------------------------------------
 typedef struct mp_device {
   char name[64];
@@ -136,7 +172,16 @@ typedef enum mp_family {
   // As MP_GEMM_TMA, but Y is stored through masks: any alignment of Y.
   MP_GEMM_TMA_MASKED = 8,
   // No product: Y (M x N) = op(A) (M x K), then zeros up to N. Layout NT as it is, TN transposing.
-  MP_COPY_PADDED = 9
+  MP_COPY_PADDED = 9,
+  // Convolutions (mp_conv), through masked loads. A region's m and n are the channels and pixels of Y, of
+  // one group; its batch entries are images times groups.
+  MP_CONV = 16,             // K steps of channels at one tap
+  MP_CONV_TAPS4 = 17,       // K steps of channels at 4 taps along the width; not transposed
+  MP_CONV_TAPS8 = 18,
+  MP_CONV_TRANSPOSED = 19,  // as MP_CONV
+  // c = 1, on the scalar units; bk: taps along the width, 1 for any. A region's m are the channels of all groups, its batch the images.
+  MP_CONV_DEPTHWISE = 20,
+  MP_CONV_DEPTHWISE_TRANSPOSED = 21
 } mp_family;
 
 // A kernel's parameters in order, so that the launcher needs no knowledge of a family's signature.
@@ -153,7 +198,16 @@ typedef enum mp_param {
   MP_P_ALPHA, MP_P_BETA,                       // f32
   MP_P_NULL,                                   // a null pointer (Triton's scratch parameters)
   MP_P_BATCH,                                  // i32; batch entries of the region
-  MP_P_ORDER                                   // i32; mp_order
+  MP_P_ORDER,                                  // i32; mp_order
+  // Of convolutions. CHANNEL: i64, elements of one channel of X.
+  MP_P_CONV_X = 64, MP_P_CONV_W, MP_P_CONV_Y, MP_P_CONV_BIAS,  // pointers; BIAS is Y where there is none
+  MP_P_CONV_C, MP_P_CONV_K, MP_P_CONV_GROUPS, MP_P_CONV_HAS_BIAS,  // i32
+  MP_P_CONV_IN_D, MP_P_CONV_IN_H, MP_P_CONV_IN_W, MP_P_CONV_OUT_H, MP_P_CONV_OUT_W,
+  MP_P_CONV_KERNEL_D, MP_P_CONV_KERNEL_H, MP_P_CONV_KERNEL_W,
+  MP_P_CONV_STRIDE_D, MP_P_CONV_STRIDE_H, MP_P_CONV_STRIDE_W,
+  MP_P_CONV_DILATION_D, MP_P_CONV_DILATION_H, MP_P_CONV_DILATION_W,
+  MP_P_CONV_PAD_D, MP_P_CONV_PAD_H, MP_P_CONV_PAD_W,
+  MP_P_CONV_CHANNEL, MP_P_CONV_W_G, MP_P_CONV_W_K, MP_P_CONV_W_C, MP_P_CONV_W_H, MP_P_CONV_W_W  // i64
 } mp_param;
 
 // What a kernel with dependent_launch does at run time. Only one that has a parameter ORDER can run
@@ -323,6 +377,26 @@ mp_status mp_gemm_problem(int32_t dtype, int32_t precision, const int64_t* a_dim
 mp_status mp_repacked_problem(const mp_pack* pack, const mp_problem* problem, mp_problem* out,
                               int64_t* bytes);
 
+// What ONNX Conv or ConvTranspose amounts to at given shapes, formed as the custom ops form it, for W as
+// ONNX stores it. `out_dims` receives the x_rank dimensions of Y. `pointwise` 1: it is the product
+// `problem` (its A is W where `w_is_a` is 1, else W is its B), 0: the convolution `conv`. Where Y has no
+// elements there is nothing to launch.
+mp_status mp_conv_problem(int32_t dtype, int32_t precision, const mp_conv_attributes* attributes,
+                          int32_t x_rank, const int64_t* x_dims, int32_t w_rank, const int64_t* w_dims,
+                          int32_t bias, int64_t* out_dims, mp_conv* conv, mp_problem* problem,
+                          int32_t* pointwise, int32_t* w_is_a);
+
+// W of `conv` for kernels that load it 16 bytes at a time: `out` is the convolution with the strides of
+// the copy, `bytes` its size; 0 where it has no use (depthwise, or W is stored so already: 1 x 1 kernels of
+// whole units of channels), and `out` is then `conv` itself.
+mp_status mp_conv_packed(const mp_conv* conv, mp_conv* out, int64_t* bytes);
+// Makes that copy, in host memory; for MP_TF32 it is rounded to that.
+mp_status mp_conv_pack(const mp_conv* conv, const void* w, void* packed);
+
+// As mp_plan_problem. `flags`: mp_plan_flags.
+mp_status mp_plan_conv(const mp_pack* pack, const mp_device* device, const mp_conv* conv,
+                       int32_t only_kernel, int32_t only_split, int32_t flags, mp_plan* out);
+
 // Launches a plan on raw device pointers. stream: CUstream. workspace and counters must be at least
 // as large as the plan says, workspace 16-byte aligned; counters must be zero and are left zero. Regions
 // may run side by side, so no other thread may queue launches with the same counters meanwhile.
@@ -338,12 +412,20 @@ mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, const mp_p
 mp_status mp_repack(mp_launcher* launcher, const mp_problem* problem, const void* b, void* packed,
                     void* stream);
 
+mp_status mp_launch_conv(mp_launcher* launcher, const mp_conv* conv, const mp_plan* plan, const void* x,
+                         const void* w, const void* bias, void* y, void* workspace, void* counters,
+                         void* stream);
+
 // The interpreter backend: the CPU custom ops call this with host pointers (GIL taken by ctypes).
 // Returns 0, or non-zero after storing an error text in `error` (NUL-terminated, `error_bytes` long).
 typedef int32_t (*mp_interpret_fn)(const mp_problem* problem, const mp_plan* plan, const void* a,
                                    const void* b, const void* bias, void* y, char* error,
                                    int32_t error_bytes);
 void mp_set_interpreter(mp_interpret_fn fn);
+typedef int32_t (*mp_interpret_conv_fn)(const mp_conv* conv, const mp_plan* plan, const void* x,
+                                        const void* w, const void* bias, void* y, char* error,
+                                        int32_t error_bytes);
+void mp_set_conv_interpreter(mp_interpret_conv_fn fn);
 
 typedef struct mp_stats {  // since the library was loaded, all sessions
   int64_t plan_hits, plan_misses, launches;

@@ -144,15 +144,6 @@ class Kernel {
   ProblemCache<Met, 64> met_;
 };
 
-void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Planner& planner) {
-  static std::atomic<bool> warned{false};
-  if (planner.has_table() || warned.exchange(true)) return;
-  const std::string text = std::string("MoonPoly has no measured table for the GPU ") +
-                           planner.device().name +
-                           "; kernels are chosen by an analytic model, which is less exact.";
-  ort.warn(info, text);
-}
-
 // Whether a session's plans on a GPU may use cuBLASLt.
 bool takes_vendor(VendorUse use, const Planner& planner) {
   if (use == VendorUse::kOff) return false;
@@ -240,27 +231,6 @@ class CudaKernel final : public Kernel {
   std::shared_ptr<Launcher> launcher_;
 };
 
-// Attributes of the GPU that plans are made for where there is none: NVIDIA H200 SXM, data sheet
-// and driver values. Its `sm` is taken from the pack, so that packs of every architecture can be
-// run.
-mp_device reference_device(int sm) {
-  mp_device d{};
-  std::snprintf(d.name, sizeof d.name, "NVIDIA H200");
-  d.sm = sm;
-  d.sm_count = 132;
-  d.shared_per_sm = 233472;
-  d.shared_per_block = 232448;
-  d.registers_per_sm = 65536;
-  d.threads_per_sm = 2048;
-  d.blocks_per_sm = 32;
-  d.clock_mhz = 1980;
-  d.memory_clock_mhz = 3201;
-  d.memory_bus_bits = 6144;
-  d.l2_bytes = int64_t{60} << 20;
-  d.memory_bytes = int64_t{141} << 30;
-  return d;
-}
-
 class InterpretedKernel final : public Kernel {
  public:
   InterpretedKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
@@ -325,6 +295,33 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKern
 }
 
 }  // namespace
+
+void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Planner& planner) {
+  static std::atomic<bool> warned{false};
+  if (planner.has_table() || warned.exchange(true)) return;
+  const std::string text = std::string("MoonPoly has no measured table for the GPU ") +
+                           planner.device().name +
+                           "; kernels are chosen by an analytic model, which is less exact.";
+  ort.warn(info, text);
+}
+
+mp_device reference_device(int sm) {
+  mp_device d{};
+  std::snprintf(d.name, sizeof d.name, "NVIDIA H200");
+  d.sm = sm;
+  d.sm_count = 132;
+  d.shared_per_sm = 233472;
+  d.shared_per_block = 232448;
+  d.registers_per_sm = 65536;
+  d.threads_per_sm = 2048;
+  d.blocks_per_sm = 32;
+  d.clock_mhz = 1980;
+  d.memory_clock_mhz = 3201;
+  d.memory_bus_bits = 6144;
+  d.l2_bytes = int64_t{60} << 20;
+  d.memory_bytes = int64_t{141} << 30;
+  return d;
+}
 
 std::shared_ptr<const Pack> Settings::open_pack(int sm) const {
   if (!pack_path.empty()) return Pack::open(pack_path);

@@ -11,7 +11,9 @@
 
 namespace moonpoly {
 
+class Ort;
 class Pack;
+class Planner;
 
 enum class Backend { kAuto, kCuda, kInterpreter };
 // Of cuBLASLt as a candidate. kAuto: where it was measured on the GPU and its library is there.
@@ -29,6 +31,14 @@ struct Settings {
   // Throws Error(MP_BAD_PACK) naming what was searched.
   std::shared_ptr<const Pack> open_pack(int sm) const;
 };
+
+// Attributes of the GPU that plans are made for where there is none: NVIDIA H200 SXM, data sheet
+// and driver values. Its `sm` is taken from the pack, so that packs of every architecture can be
+// run.
+mp_device reference_device(int sm);
+
+// Tells the log, once in a process, of a GPU that no costs were measured on.
+void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Planner& planner);
 
 enum class OpKind { kMatMul, kGemm };
 

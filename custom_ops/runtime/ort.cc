@@ -16,6 +16,23 @@ bool Ort::tensor(const OrtValue* value, Shape* shape, void** data) const {
   return true;
 }
 
+std::string Ort::text_attribute(const OrtKernelInfo* info, const char* name) const {
+  size_t bytes = 0;
+  found(api_->KernelInfoGetAttribute_string(info, name, nullptr, &bytes));
+  std::string value(bytes, '\0');
+  if (bytes) found(api_->KernelInfoGetAttribute_string(info, name, value.data(), &bytes));
+  return value.c_str();  // without the terminator
+}
+
+int Ort::list_attribute(const OrtKernelInfo* info, const char* name, int64_t* out, int room) const {
+  size_t count = 0;
+  found(api_->KernelInfoGetAttributeArray_int64(info, name, nullptr, &count));
+  if (count > 0 && count <= static_cast<size_t>(room)) {
+    (*this)(api_->KernelInfoGetAttributeArray_int64(info, name, out, &count));
+  }
+  return static_cast<int>(count);
+}
+
 std::string Ort::node_name(const OrtKernelInfo* info) const {
   size_t bytes = 0;
   found(api_->KernelInfo_GetNodeName(info, nullptr, &bytes));

@@ -36,6 +36,10 @@ class Ort {
   }
   // A tensor's shape and where it lies; false, with the rank alone, beyond kMaxRank dimensions.
   bool tensor(const OrtValue* value, Shape* shape, void** data) const;
+  // A string, "" if the node has no such attribute.
+  std::string text_attribute(const OrtKernelInfo* info, const char* name) const;
+  // How many values a list has, 0 if the node has no such attribute; at most `room` are stored.
+  int list_attribute(const OrtKernelInfo* info, const char* name, int64_t* out, int room) const;
   std::string node_name(const OrtKernelInfo* info) const;
   // Through the session's logger; silent if it has none.
   void warn(const OrtKernelInfo* info, const std::string& text) const;

@@ -70,7 +70,8 @@ struct OrtApi {
                                              float* out);
   OrtStatus* (*KernelInfoGetAttribute_int64)(const OrtKernelInfo* info, const char* name,
                                              int64_t* out);
-  OrtFn unused_87;
+  OrtStatus* (*KernelInfoGetAttribute_string)(const OrtKernelInfo* info, const char* name,
+                                              char* out, size_t* bytes);
   OrtStatus* (*KernelContext_GetInputCount)(const OrtKernelContext* context, size_t* out);
   OrtFn unused_89;
   OrtStatus* (*KernelContext_GetInput)(const OrtKernelContext* context, size_t index,
@@ -89,7 +90,10 @@ struct OrtApi {
                                       const char* value);
   OrtFn unused_131;
   void (*ReleaseAllocator)(OrtAllocator* allocator);
-  OrtFn unused_133[60];
+  OrtFn unused_133[30];
+  OrtStatus* (*KernelInfoGetAttributeArray_int64)(const OrtKernelInfo* info, const char* name,
+                                                  int64_t* out, size_t* count);
+  OrtFn unused_164[29];
   OrtStatus* (*KernelContext_GetGPUComputeStream)(const OrtKernelContext* context, void** out);
   OrtFn unused_194[43];
   OrtStatus* (*HasSessionConfigEntry)(const OrtSessionOptions* options, const char* key, int* out);
@@ -136,6 +140,7 @@ MOONPOLY_SLOT(GetTensorTypeAndShape, 65);
 MOONPOLY_SLOT(MemoryInfoGetId, 72);
 MOONPOLY_SLOT(AllocatorGetInfo, 77);
 MOONPOLY_SLOT(KernelInfoGetAttribute_float, 85);
+MOONPOLY_SLOT(KernelInfoGetAttribute_string, 87);
 MOONPOLY_SLOT(KernelContext_GetInputCount, 88);
 MOONPOLY_SLOT(KernelContext_GetOutput, 91);
 MOONPOLY_SLOT(ReleaseStatus, 93);
@@ -143,6 +148,7 @@ MOONPOLY_SLOT(ReleaseTensorTypeAndShapeInfo, 99);
 MOONPOLY_SLOT(GetAvailableProviders, 125);
 MOONPOLY_SLOT(AddSessionConfigEntry, 130);
 MOONPOLY_SLOT(ReleaseAllocator, 132);
+MOONPOLY_SLOT(KernelInfoGetAttributeArray_int64, 163);
 MOONPOLY_SLOT(KernelContext_GetGPUComputeStream, 193);
 MOONPOLY_SLOT(HasSessionConfigEntry, 237);
 MOONPOLY_SLOT(KernelInfo_GetNodeName, 244);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "conv_planner.h"
 #include "error.h"
 #include "planner.h"
 #include "vendor_model.h"
@@ -39,7 +40,8 @@ bool terminated(const char (&text)[N]) {
 
 bool is_family(int32_t code) {
   return (code >= MP_GEMM_TMA && code <= MP_GEMM_WS) || code == MP_GEMM_DOT ||
-         code == MP_GEMM_TMA_MASKED || code == MP_COPY_PADDED;
+         code == MP_GEMM_TMA_MASKED || code == MP_COPY_PADDED ||
+         (code >= MP_CONV && code <= MP_CONV_DEPTHWISE_TRANSPOSED);
 }
 
 bool is_alignment(int32_t bytes) { return bytes == 2 || bytes == 4 || bytes == 8 || bytes == 16; }
@@ -83,7 +85,9 @@ std::shared_ptr<const Pack> Pack::open(const std::string& path) {
   pack->verify();
   for (int i = 0; i < pack->kernel_count(); ++i) {
     const mp_kernel& k = pack->kernel(i);
-    pack->classes_[class_index(k.dtype, k.precision, k.trans_a, k.trans_b)].push_back(i);
+    (is_convolution(k) ? pack->convolutions_
+                       : pack->classes_[class_index(k.dtype, k.precision, k.trans_a, k.trans_b)])
+        .push_back(i);
   }
   open_packs[id] = pack;
   return pack;
@@ -180,7 +184,10 @@ void Pack::verify_kernel(int index) const {
   int arguments = 0;
   for (int i = 0; i < k.param_count; ++i) {
     const int32_t p = params(k)[i];
-    if (p < MP_P_DESC_A || p > MP_P_ORDER) refuse(k.name, " has the unknown parameter code ", p);
+    const bool of_conv = is_convolution(k) && p >= MP_P_CONV_X && p <= MP_P_CONV_W_W;
+    if (is_convolution(k) && p <= MP_P_PTR_BIAS) refuse(k.name, " takes operands of a product");
+    if (!of_conv && (p < MP_P_DESC_A || p > MP_P_ORDER))
+      refuse(k.name, " has the unknown parameter code ", p);
     arguments += p <= MP_P_DESC_Y ? 7 : 1;
     if (p > MP_P_DESC_Y || k.cubin_bytes == 0) continue;  // a catalog has no boxes
     const mp_desc_shape& d = k.desc[p - MP_P_DESC_A];
@@ -211,9 +218,18 @@ std::shared_ptr<const Planner> Pack::planner(const mp_device& device) const {
   std::strncpy(normal.name, device.name, sizeof normal.name);  // clears what follows the NUL
   const std::string key(reinterpret_cast<const char*>(&normal), sizeof normal);
   std::lock_guard<std::mutex> lock(planners_mutex_);
-  if (planners_.size() >= 64) planners_.clear();  // only a search over invented devices gets here
+  if (planners_.size() >= 64)
+    planners_.clear(), conv_planners_.clear();  // only a search over invented devices gets here
   auto& slot = planners_[key];
   if (!slot) slot = std::make_shared<const Planner>(*this, normal);
+  return slot;
+}
+
+std::shared_ptr<const ConvPlanner> Pack::conv_planner(const mp_device& device) const {
+  auto planner = this->planner(device);
+  std::lock_guard<std::mutex> lock(planners_mutex_);
+  auto& slot = conv_planners_[planner.get()];
+  if (!slot) slot = std::make_shared<const ConvPlanner>(*this, std::move(planner));
   return slot;
 }
 

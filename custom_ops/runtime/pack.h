@@ -14,6 +14,7 @@
 
 namespace moonpoly {
 
+class ConvPlanner;
 class Planner;
 
 // Launch arguments of a kernel after DESC parameters are expanded; packs that need more are
@@ -25,6 +26,7 @@ inline int element_bytes(int32_t dtype) { return dtype == MP_F32 ? 4 : 2; }
 inline bool uses_tensor_maps(int32_t family) {
   return family == MP_GEMM_TMA || family == MP_GEMM_WS || family == MP_GEMM_TMA_MASKED;
 }
+inline bool is_convolution(const mp_kernel& kernel) { return kernel.family >= MP_CONV; }
 
 class Pack {
  public:
@@ -49,6 +51,8 @@ class Pack {
   const std::vector<int>& kernels_of(int dtype, int precision, bool trans_a, bool trans_b) const {
     return classes_[class_index(dtype, precision, trans_a, trans_b)];
   }
+  // Kernels of convolutions, which are in none of those classes.
+  const std::vector<int>& convolutions() const { return convolutions_; }
   // The costs measured on exactly this GPU, one per kernel, or null. `table` receives their header.
   const mp_cost* costs_for(const mp_device& device, const mp_table** table) const;
   // What a table says of cuBLASLt: table->vendor_count entries.
@@ -59,6 +63,7 @@ class Pack {
 
   // The planner of this pack for a device; made once per device.
   std::shared_ptr<const Planner> planner(const mp_device& device) const;
+  std::shared_ptr<const ConvPlanner> conv_planner(const mp_device& device) const;
 
  private:
   Pack() = default;
@@ -81,8 +86,10 @@ class Pack {
   const char* data_ = nullptr;
   size_t bytes_ = 0;
   std::array<std::vector<int>, 24> classes_;
+  std::vector<int> convolutions_;
   mutable std::mutex planners_mutex_;
   mutable std::map<std::string, std::shared_ptr<const Planner>> planners_;
+  mutable std::map<const Planner*, std::shared_ptr<const ConvPlanner>> conv_planners_;
 };
 
 }  // namespace moonpoly

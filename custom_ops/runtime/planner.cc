@@ -72,6 +72,7 @@ bool believes_in_longer_rows(const mp_kernel& k, const mp_problem& p) {
 
 const char* refusal(const mp_kernel& k, const mp_problem& p) {
   if (k.family == MP_COPY_PADDED) return "it copies and computes no product";
+  if (is_convolution(k)) return "it computes convolutions";
   if (k.dtype != p.dtype) return "it has another dtype";
   if (k.dtype == MP_F32 && k.precision != p.precision) return "it has another precision";
   if (k.trans_a != p.trans_a || k.trans_b != p.trans_b) return "it has another operand layout";

@@ -61,6 +61,10 @@ class Planner {
   // Whether the device and its performance table let a copy's kernel run.
   bool usable(const mp_copy& copy) const;
 
+  // What the planner of convolutions chooses by.
+  const DeviceModel& model() const { return model_; }
+  const KernelCost& cost(int kernel) const { return costs_[kernel]; }
+
  private:
   struct Choice {
     int kernel = -1, split = 1;

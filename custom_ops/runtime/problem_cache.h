@@ -8,19 +8,23 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <type_traits>
 #include <utility>
 
 #include "moonpoly.h"
 
 namespace moonpoly {
 
-// Set-associative, four ways, the oldest of a set is evicted. `Entry` has members `problem` and
-// `uses` (what its plan may use besides). Entries are shared pointers, so that an eviction does
-// not pull one from under a running launch.
+// Set-associative, four ways, the oldest of a set is evicted. `Entry` has members `problem`
+// (mp_problem or mp_conv, which have no padding, so that their bytes identify them) and `uses`
+// (what its plan may use besides). Entries are shared pointers, so that an eviction does not pull
+// one from under a running launch.
 template <typename Entry, size_t kSets>
 class ProblemCache {
  public:
-  std::shared_ptr<Entry> find(const mp_problem& problem, unsigned uses) {
+  using Problem = std::remove_cv_t<decltype(Entry::problem)>;
+
+  std::shared_ptr<Entry> find(const Problem& problem, unsigned uses) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& entry : sets_[index_of(problem)].ways) {
       if (entry && entry->uses == uses &&
@@ -43,8 +47,7 @@ class ProblemCache {
     unsigned next = 0;
   };
 
-  // mp_problem has no padding, so that its bytes identify it.
-  static size_t index_of(const mp_problem& problem) {
+  static size_t index_of(const Problem& problem) {
     static_assert(sizeof problem % sizeof(uint64_t) == 0, "hashed by words");
     uint64_t words[sizeof problem / sizeof(uint64_t)];
     std::memcpy(words, &problem, sizeof problem);

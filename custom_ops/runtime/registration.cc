@@ -7,12 +7,14 @@
 #include <memory>
 #include <mutex>
 
+#include "conv_op.h"
 #include "driver.h"
 #include "error.h"
 #include "moonpoly.h"
 #include "ops.h"
 #include "ort.h"
 #include "ort_abi.h"
+#include "pack.h"
 
 namespace moonpoly {
 namespace {
@@ -130,25 +132,53 @@ bool resolve_backend(const Ort& ort, Settings* settings) {
   return usable && provider;
 }
 
+// Whether the session's packs have kernels of convolutions: where one has none, Conv nodes are left
+// to ONNX Runtime, which inlines them. A pack that cannot be opened says nothing here: the session
+// fails with the reason when it creates a node.
+bool has_convolutions(const Settings& settings) {
+  std::vector<int> architectures;
+  for (int i = 0; i < device_count(); ++i) {
+    mp_device device{};
+    query_device(i, &device);
+    architectures.push_back(device.sm);
+  }
+  if (settings.backend == Backend::kInterpreter) architectures.resize(1, 90);  // as its nodes do
+  for (int sm : architectures) {
+    std::shared_ptr<const Pack> pack;
+    try {
+      pack = settings.open_pack(sm);
+    } catch (const Error& e) {
+      if (e.status != MP_BAD_PACK) throw;
+      continue;
+    }
+    if (pack->convolutions().empty()) return false;
+  }
+  return true;
+}
+
 // Ops and domains must outlive every session that uses them, and nothing tells when the last one is
 // gone. Sessions with equal settings share one domain, so that what is kept is bounded by how many
 // different settings a process uses.
 OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
   struct Registered {
     std::vector<std::unique_ptr<Op>> ops;
+    std::vector<std::unique_ptr<ConvOp>> conv_ops;
     OrtCustomOpDomain* domain = nullptr;
   };
   static std::mutex mutex;
   static auto& domains = *new std::map<std::string, Registered>;
 
+  const bool convolves = has_convolutions(settings);
   std::ostringstream key;
-  key << ort.api() << '|' << static_cast<int>(settings.backend) << '|' << settings.precision << '|'
-      << static_cast<int>(settings.vendor) << '|' << settings.repack << '|' << settings.pack_path;
+  key << convolves << '|' << ort.api() << '|' << static_cast<int>(settings.backend) << '|'
+      << settings.precision << '|' << static_cast<int>(settings.vendor) << '|' << settings.repack
+      << '|' << settings.pack_path;
   for (const auto& folder : settings.pack_folders) key << '|' << folder;
   std::lock_guard<std::mutex> lock(mutex);
   Registered& entry = domains[key.str()];
   if (entry.domain) return entry.domain;
   entry.ops.clear();  // of an attempt that failed
+  entry.conv_ops.clear();
   const auto shared = std::make_shared<const Settings>(settings);
   OrtCustomOpDomain* domain = nullptr;
   ort(ort->CreateCustomOpDomain("ai.moonpoly", &domain));
@@ -156,6 +186,18 @@ OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
     for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
       entry.ops.push_back(std::make_unique<Op>(ort.api(), kind, dtype, shared));
       ort(ort->CustomOpDomain_Add(domain, entry.ops.back().get()));
+    }
+  }
+  const auto add_conv = [&](bool transposed, bool has_bias) {
+    for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
+      entry.conv_ops.push_back(
+          std::make_unique<ConvOp>(ort.api(), transposed, has_bias, dtype, shared));
+      ort(ort->CustomOpDomain_Add(domain, entry.conv_ops.back().get()));
+    }
+  };
+  for (bool transposed : {false, true}) {
+    for (bool has_bias : {false, true}) {
+      if (convolves) add_conv(transposed, has_bias);
     }
   }
   return entry.domain = domain;

@@ -117,7 +117,7 @@ def describe_entry(entry: Any) -> dict[str, Any]:
         "node": entry.name or entry.output,
         "op": entry.op_type,
         "where": entry.where,
-        "rule": entry.rule or "",
+        "rule": entry.rule,
         "why_not": "" if entry.taken else f"{entry.reason}: {entry.detail}",
         "taken": entry.taken,
     }

@@ -24,7 +24,7 @@ class Candidate:
 
 
 class Kernels:
-    """The kernels of a pack by class, without those to be left alone."""
+    """The kernels of products of a pack by class, without those to be left alone."""
 
     def __init__(
         self, pack: native.Pack, device: native.Device, avoid: Collection[str] = (),
@@ -34,6 +34,8 @@ class Kernels:
         self._classes: dict[tuple[int, ...], list[tuple[int, str, bool, bool]]] = {}
         for index, kernel in enumerate(pack.kernels):
             if kernel.name in avoid or not only(kernel.name):
+                continue
+            if native.Family(kernel.family).convolves:
                 continue
             key = (kernel.dtype, kernel.precision, kernel.trans_a, kernel.trans_b)
             entry = (index, kernel.name, bool(kernel.split_k), bool(kernel.persistent))

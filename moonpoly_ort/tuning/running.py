@@ -369,6 +369,8 @@ class Bench:
 
 def _concerns(kernel: native.KernelRecord, groups: Mapping[Group, list[Shape]]) -> bool:
     """Whether a kernel computes shapes of some group."""
+    if native.Family(kernel.family).convolves:
+        return False
     return any(
         (kernel.dtype, kernel.precision, kernel.trans_a, kernel.trans_b)
         == (*NUMBERS[number], layout[0] == "t", layout[1] == "t")

@@ -38,7 +38,10 @@ def superfluous(
     blocked: Iterable[str] = (),
 ) -> list[str]:
     """Names of kernels to leave out, sorted. `blocked` ones are neither kept nor named."""
-    usable = [kernel for kernel in kernels if kernel.name not in set(blocked)]
+    usable = [
+        kernel for kernel in kernels
+        if kernel.name not in set(blocked) and not native.Family(kernel.family).convolves
+    ]  # fmt: skip
     by_class: dict[Class, list[list[Timed]]] = defaultdict(list)
     for shape, times in timings:
         dtype, precision = NUMBERS[shape.number]

@@ -14,7 +14,8 @@ import onnx
 from onnx import GraphProto, ModelProto
 
 from ..errors import InputError
-from ..explaining import DOMAIN, DTYPES
+from ..explaining import DTYPES
+from ..graph_passes.domain import DOMAIN
 from ..rewriting import rewrite
 from ..sizing import all_nodes
 

@@ -134,6 +134,23 @@ def test_batch_groups_beyond_two_are_launched_one_by_one() -> None:
     )
 
 
+def test_convolutions_are_listed_without_a_plan() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[b, 3, h, 9] x, float[4, 3, 3, 3] k, float[h, h] w) => (y, z)
+        { [first] t = Conv (x, k)  [up] y = ConvTranspose (t, k)  z = MatMul (w, w) }"""
+    model = moonpoly_ort.rewrite(
+        parser.parse_model(text), rules=["conv", "conv_transpose", "matmul"]
+    ).model
+    conv, transposed, product = explain(model, {"b": 2, "h": 7}, gpu="H200")
+    assert (conv.name, conv.op, conv.dtype) == ("first", "Conv", "f32")
+    assert conv.inputs == ((2, 3, 7, 9), (4, 3, 3, 3))
+    assert transposed.inputs == ((2, 4, 5, 7), (4, 3, 3, 3))
+    for plan in (conv, transposed):
+        assert plan.why_not.startswith(f"{plan.op} is not planned yet")
+        assert not plan.regions
+    assert product.regions
+
+
 def test_an_empty_product_launches_nothing(model: Path) -> None:
     plans = explain(model, {"batch": 0}, gpu="H200")
     assert all(not plan.regions and "empty" in plan.why_not for plan in plans)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import parser
 
 import moonpoly_ort
 from moonpoly_ort import (
@@ -240,6 +241,29 @@ class TestInterpreter:
         actual = result(session, x)
         assert native.stats().plan_misses == before + 2
         assert close(actual, expected(model, x))
+
+    def test_convolutions_run_beside_our_kernels(self) -> None:
+        """Operators that the library lacks are inlined, though it is registered."""
+        model = parser.parse_model(
+            """<ir_version: 8, opset_import: ["" : 18]>
+            g (float[n, 3, h, w] x, float[3, 3, 3, 3] k, float[3] b, float[5, 4] v) => (y) {
+                t = Conv (x, k)  u = Conv (t, k, b)
+                z = ConvTranspose (u, k)  y = MatMul (z, v) }"""
+        )
+        feeds = {
+            name: np.random.default_rng(i).standard_normal(shape).astype(np.float32)
+            for i, (name, *shape) in enumerate(
+                [("x", 1, 3, 6, 7), ("k", 3, 3, 3, 3), ("b", 3), ("v", 5, 4)]
+            )
+        }
+        rewritten = moonpoly_ort.rewrite(model, rules=["conv", "conv_transpose", "matmul"]).model
+        assert len(rewritten.functions) == 4
+        session = InferenceSession(
+            rewritten.SerializeToString(), providers=CPU, backend="interpreter", precision="ieee"
+        )
+        plain = ort.InferenceSession(model.SerializeToString(), providers=CPU)
+        (expected,), (got,) = plain.run(None, feeds), session.run(None, feeds)
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
     def test_options_serve_several_sessions_but_one_setting(self, model: Path, x) -> None:
         options = ort.SessionOptions()

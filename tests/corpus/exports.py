@@ -1,4 +1,4 @@
-"""Transformer models exported on the spot: random weights, dynamic shapes, opsets 18 to 23.
+"""Models exported on the spot: random weights, dynamic shapes, opsets 18 to 23.
 
 An export needs torch, transformers and onnxscript, takes seconds, and is kept in the model folder
 under a key of its configuration and of the versions that made it.
@@ -111,6 +111,18 @@ def _gpt2(config: Mapping[str, Any]) -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, **_EAGER))
 
 
+def _resnet(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    return transformers.ResNetModel(transformers.ResNetConfig(**config))
+
+
+def _mobilenet(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    return transformers.MobileNetV2Model(transformers.MobileNetV2Config(**config))
+
+
 def _sentences(export: Export, batch: int, length: int) -> Feed:
     generator = np.random.default_rng([batch, length])
     mask = np.ones((batch, length), np.int64)
@@ -130,6 +142,7 @@ def _images(export: Export, batch: int, size: int) -> Feed:
 
 
 _TEXT_DIMENSIONS = {0: "batch", 1: "length"}
+_IMAGE_DIMENSIONS = {0: "batch", 2: "height", 3: "width"}
 _FAMILIES = {
     "bert": _Family(
         _bert,
@@ -137,6 +150,8 @@ _FAMILIES = {
         {"input_ids": _TEXT_DIMENSIONS, "attention_mask": _TEXT_DIMENSIONS},
     ),
     "vit": _Family(_vit, _images, {"pixel_values": {0: "batch"}}),
+    "resnet": _Family(_resnet, _images, {"pixel_values": _IMAGE_DIMENSIONS}),
+    "mobilenet": _Family(_mobilenet, _images, {"pixel_values": _IMAGE_DIMENSIONS}),
     "llama": _Family(_llama, _token_ids, {"input_ids": _TEXT_DIMENSIONS}),
     "gpt2": _Family(_gpt2, _token_ids, {"input_ids": _TEXT_DIMENSIONS}),
 }
@@ -185,12 +200,18 @@ _VIT = {**_TINY, "intermediate_size": 96, "image_size": 32, "patch_size": 8, "nu
 _LLAMA = {**_TINY, **_TINY_TEXT, "intermediate_size": 96, "num_key_value_heads": 2}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
 _GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+_RESNET50 = {"embedding_size": 8, "hidden_sizes": [16, 32, 48, 64], "num_channels": 3}
+# tf_padding pads to the size of the example, which would fix height and width.
+_MOBILENET = {"depth_multiplier": 0.25, "num_channels": 3, "tf_padding": False}
+_SIZES = ((1, 64), (2, 96))
 _TEXTS = ((1, 5), (3, 12), (2, 7))
 
 ALL = (
     Export("bert_op18", "bert", 18, _BERT, _TEXTS),
     Export("bert_op20_f16", "bert", 20, _BERT, _TEXTS, half=True),
     Export("vit_op18", "vit", 18, _VIT, ((1, 32), (3, 32))),
+    Export("resnet50_op18", "resnet", 18, _RESNET50, _SIZES),
+    Export("mobilenet_op18", "mobilenet", 18, _MOBILENET, _SIZES),
     Export("llama_op21", "llama", 21, _LLAMA, _TEXTS),
     # Batch 1, as the caches that RotaryEmbedding is exported with: ONNX Runtime wants them equal.
     Export("llama_op23", "llama", 23, _LLAMA, ((1, 5), (1, 12))),

@@ -20,8 +20,9 @@ _MIN_IR_VERSION = 8  # the first with model-local functions
 def require_only_taken(original: ModelProto, rewritten: ModelProto) -> list[NodeProto]:
     """Requires that nothing but taken nodes changed; returns these, in the order of the model.
 
-    A taken node keeps operator type, name, inputs, outputs and attributes, has domain `ai.moonpoly`
-    and says which rule took it. Subgraphs and functions are compared too. Raises Mismatch.
+    A taken node keeps operator type (see `standard_type`), name, inputs, outputs and attributes,
+    has domain `ai.moonpoly` and says which rule took it. Subgraphs and functions are compared too.
+    Raises Mismatch.
     """
     _require_equal("model", _model_facts(original), _model_facts(rewritten))
     wanted_ir = original.ir_version
@@ -44,6 +45,15 @@ def require_only_taken(original: ModelProto, rewritten: ModelProto) -> list[Node
         wanted_ir = max(wanted_ir, _MIN_IR_VERSION)
     _require_equal("IR version", wanted_ir, rewritten.ir_version)
     return taken
+
+
+def standard_type(taken: NodeProto) -> str:
+    """The operator type that a taken node had: a convolution of two inputs changes its name."""
+    return taken.op_type.removesuffix("NoBias") if _is_without_bias(taken) else taken.op_type
+
+
+def _is_without_bias(node: NodeProto) -> bool:
+    return node.op_type.startswith("Conv") and len(node.input) == 2
 
 
 def operators(model: ModelProto) -> Iterator[tuple[str, str]]:
@@ -101,6 +111,8 @@ def _compare_nodes(
         is_taken = new.domain == DOMAIN and old.domain != DOMAIN
         _require_equal(place, _node_facts(old), _node_facts(new, taken=is_taken))
         if is_taken:
+            if (new.op_type != old.op_type) != _is_without_bias(old):
+                raise Mismatch(f"{place}: taken as {new.op_type}")
             if RULE_KEY not in {p.key for p in new.metadata_props}:
                 raise Mismatch(f"{place}: taken, but no {RULE_KEY} in its metadata")
             yield new
@@ -128,7 +140,10 @@ def _node_facts(node: NodeProto, taken: bool = False) -> dict[str, Any]:
     while trimmed and not trimmed[-1]:
         trimmed.pop()
     return {
-        "operator": ("" if taken or node.domain == "ai.onnx" else node.domain, node.op_type),
+        "operator": (
+            "" if taken or node.domain == "ai.onnx" else node.domain,
+            standard_type(node) if taken else node.op_type,
+        ),
         "name": node.name,
         "doc string": node.doc_string,
         "inputs": trimmed,

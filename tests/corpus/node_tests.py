@@ -1,4 +1,4 @@
-"""ONNX's own node tests of MatMul and Gemm, as they are and with every input dimension dynamic."""
+"""ONNX's own node tests of the candidates, as they are and with every input dimension dynamic."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import onnx
 from numpy.typing import NDArray
 from onnx.backend.test.case import node as node_cases
 
-# Importing these two modules makes their tests. The official collector imports the modules of all
+# Importing these modules makes their tests. The official collector imports the modules of all
 # operators: slow, and some need packages that nothing else here does.
-from onnx.backend.test.case.node import gemm, matmul  # noqa: F401
+from onnx.backend.test.case.node import conv, convtranspose, gemm, matmul  # noqa: F401
 
 Array = NDArray[Any]
-OPERATORS = ("MatMul", "Gemm")
+OPERATORS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NodeTest:
 
 @cache
 def collect() -> tuple[NodeTest, ...]:
-    """All tests of MatMul and Gemm that the installed onnx has."""
+    """All tests of these operators that the installed onnx has."""
     found = []
     for case in node_cases._NodeTestCases:  # what the official collector returns
         model = case.model

@@ -39,6 +39,10 @@ def test_listed_kernels_are_legal_and_within_budget(sm: int) -> None:
     listed = specs(sm)
     assert [why_illegal(s, sm) for s in listed] == [None] * len(listed)
     assert 200 <= len(listed) <= 800  # a pack builds in minutes
+    assert not any(s.family.convolves for s in listed)
+    on_trial = specs(sm, trial=True)
+    assert [why_illegal(s, sm) for s in on_trial] == [None] * len(on_trial)
+    assert 90 <= sum(s.family.convolves for s in on_trial) <= 150
     assert listed == specs(sm)
 
 

@@ -7,6 +7,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from equivalence import check, op_types, parse, random, refusals, run
+from moonpoly_ort.graph_passes import pipeline
 
 from moonpoly_ort.errors import ModelError, ProblemError
 from moonpoly_ort.rewriting import list_rules, rewrite
@@ -35,6 +36,12 @@ def test_nodes_out_of_order_in_a_subgraph() -> None:
             > }"""
     )
     assert refusals(check(model, taken=0)) == ["static"]
+
+
+def test_overload_of_a_standard_operator_stays() -> None:
+    model = parse(LINEAR, ir_version=10)
+    model.graph.node[0].overload = "own"
+    assert refusals(check(model)) == ["invalid"]
 
 
 def test_both_names_of_the_standard_domain() -> None:
@@ -176,17 +183,19 @@ def test_large_weights_are_not_needed_for_inference() -> None:
     check(model, {"a": random(2, 64)}, taken=1)
 
 
-def test_convolutions_stay_with_a_reason() -> None:
+def test_rules_on_request_apply_only_where_they_are_named() -> None:
     model = parse(
         """g (float[n, 2, h, w] x, float[2, 2, 1, 1] k) => (float[n, 2, h, w] y)
             { t = Conv (x, k)  y = ConvTranspose (t, k) }"""
     )
-    result = check(model, {"x": random(1, 2, 3, 3), "k": random(2, 2, 1, 1)}, taken=0)
-    assert refusals(result) == ["no-rule", "no-rule"]
-    assert [entry.detail for entry in result.report] == [
-        "no rule yet for Conv",
-        "no rule yet for ConvTranspose",
-    ]
+    for rule, entry in zip(("conv", "conv_transpose"), rewrite(model).report, strict=True):
+        on_request = rule in pipeline.ON_REQUEST
+        assert (entry.rule, entry.taken) == (rule, not on_request)
+        if on_request:
+            assert str(entry.reason) == "disabled"
+            assert entry.detail == f"rule {rule!r} applies only where rules= names it"
+        assert [e.rule for e in rewrite(model, rules=[rule]).taken] == [rule]
+    assert not rewrite(model, rules=["conv", "conv_transpose"], disable=["conv"]).report[0].taken
 
 
 @pytest.mark.parametrize(
@@ -216,6 +225,9 @@ def test_list_of_rules() -> None:
     assert [(rule.name, rule.op_type) for rule in list_rules()] == [
         ("matmul", "MatMul"),
         ("gemm", "Gemm"),
+        ("conv", "Conv"),
+        ("conv_transpose", "ConvTranspose"),
+        ("batch_normalization", "BatchNormalization"),
     ]
     assert all(" -> ai.moonpoly." in rule.transformation for rule in list_rules())
 

@@ -1,4 +1,4 @@
-"""Conv: padding, ranks, what is and what is not a bias. A rewrite passes Conv through untouched."""
+"""Conv: padding, ranks, what is and what is not a bias."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ CASES = (
             }""",
         weights={"w": f32(4, 3, 3, 3), "b": f32(4)},
         feeds=[{"x": f32(1, 3, 7, 5)}, {"x": f32(2, 3, 8, 6)}],
+        taken=("y",),
     ),
     Case(
         id="conv_same_dil",
@@ -31,6 +32,7 @@ CASES = (
         weights={"w": f32(4, 3, 3, 3)},
         feeds=[{"x": f32(1, 3, 9, 11)}],
         runs=False,
+        taken=("y",),
     ),
     Case(
         id="conv_asym",
@@ -43,6 +45,7 @@ CASES = (
             }""",
         weights={"w": f32(4, 3, 3, 3), "b": f32(4)},
         feeds=[{"x": f32(1, 3, 9, 11)}],
+        taken=("y",),
     ),
     Case(
         id="conv1d",
@@ -52,6 +55,7 @@ CASES = (
         text="g (float[N,3,L] x) => (float[N,4,OL] y) { y = Conv <pads = [2, 2]> (x, w, b) }",
         weights={"w": f32(4, 3, 5), "b": f32(4)},
         feeds=[{"x": f32(1, 3, 9)}, {"x": f32(2, 3, 33)}],
+        taken=("y",),
     ),
     Case(
         id="conv3d",
@@ -64,6 +68,7 @@ CASES = (
             }""",
         weights={"w": f32(4, 3, 3, 3, 3)},
         feeds=[{"x": f32(1, 3, 4, 5, 6)}, {"x": f32(2, 3, 6, 5, 4)}],
+        taken=("y",),
     ),
     Case(
         id="conv_dyn_w",
@@ -75,6 +80,7 @@ CASES = (
                 y = Conv <pads = [1, 1, 1, 1]> (x, w)
             }""",
         feeds=[{"x": f32(1, 3, 9, 8), "w": f32(4, 3, 3, 3)}],
+        taken=("y",),
     ),
     Case(
         id="conv_empty_bias",
@@ -88,6 +94,7 @@ CASES = (
             }""",
         weights={"w": f32(4, 3, 3, 3), "c": f32(4, 1, 1)},
         feeds=[{"x": f32(1, 3, 6, 6)}],
+        taken=("t",),
     ),
     Case(
         id="conv_add_group",
@@ -101,6 +108,7 @@ CASES = (
             }""",
         weights={"w": f32(8, 2, 1, 1), "b": f32(8), "c": f32(1, 8, 6, 6)},
         feeds=[{"x": f32(1, 8, 6, 6)}, {"x": f32(3, 8, 6, 6)}],
+        taken=("t",),
     ),
     Case(
         id="conv_relu_fanout",
@@ -115,6 +123,7 @@ CASES = (
             }""",
         weights={"w": f32(4, 3, 1, 1)},
         feeds=[{"x": f32(1, 3, 6, 6)}],
+        taken=("t",),
     ),
     Case(
         id="conv_norank",
@@ -132,6 +141,6 @@ CASES = (
             {"x": f32(96), "shape": np.array([2, 3, 4, 4], np.int64)},
             {"x": f32(24), "shape": np.array([1, 3, 2, 4], np.int64)},
         ],
-        taken=("z",),
+        taken=("y", "z"),
     ),
 )

@@ -231,6 +231,10 @@ EXPORT int cuMemGetInfo_v2(size_t* free, size_t* total) {
 EXPORT int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t bytes, void*) {
   return std::memcpy(reinterpret_cast<void*>(target), source, bytes), 0;
 }
+EXPORT int cuMemcpyHtoD_v2(uint64_t target, const void* source, size_t bytes) {
+  if (contexts.empty()) return 201;
+  return std::memcpy(reinterpret_cast<void*>(target), source, bytes), 0;
+}
 EXPORT int cuMemcpyDtoH_v2(void* target, uint64_t source, size_t bytes) {
   return std::memcpy(target, reinterpret_cast<void*>(source), bytes), 0;
 }

@@ -43,12 +43,12 @@ class FakeOrt:
 
     def __init__(
         self, config: Mapping[str, str], *, device: int = 0, version: bytes = b"1.23.2",
-        newest_api: int = 23, attributes: Mapping[str, float] | None = None,
+        newest_api: int = 23, attributes: Mapping[str, Any] | None = None,
         constants: Mapping[int, Aligned] | None = None,
     ) -> None:  # fmt: skip
         FakeOrt.everyone.append(self)
         self.config, self.device, self.attributes = dict(config), device, dict(attributes or {})
-        self.constants = dict(constants or {})
+        self.constants = dict(constants or {})  # inputs by index
         self.handles: dict[int, Any] = {}
         self.next_handle = itertools.count(0x1000, 16)
         self.ops: list[int] = []
@@ -178,11 +178,34 @@ class FakeOrt:
         attribute(85, c_float)
         attribute(86, c_int64)
 
+        @slot(87, c_void_p, c_char_p, c_void_p, c_void_p)
+        def _(info: int, name: bytes, out: int | None, size: int) -> int | None:
+            if name.decode() not in self.attributes:
+                self.live["status"] += 1
+                return self.handle((1, "no such attribute"))
+            text = str(self.attributes[name.decode()]).encode() + b"\0"
+            if out:
+                _bytes(out, text)
+            c_size_t.from_address(size).value = len(text)
+            return None
+
+        @slot(163, c_void_p, c_char_p, c_void_p, c_void_p)
+        def _(info: int, name: bytes, out: int | None, count: int) -> int | None:
+            if name.decode() not in self.attributes:
+                self.live["status"] += 1
+                return self.handle((1, "no such attribute"))
+            values = np.asarray(self.attributes[name.decode()], np.int64)
+            if out:
+                assert c_size_t.from_address(count).value >= len(values)
+                _bytes(out, values.tobytes())
+            c_size_t.from_address(count).value = len(values)
+            return None
+
         @slot(249, c_void_p, c_size_t, c_void_p, c_void_p)
         def _(info: int, index: int, constant: int, out: int) -> None:
-            c_int.from_address(constant).value = index in self.constants
-            if index in self.constants:
-                _pointer(out, self.handle(self.constants[index]))
+            value = self.constants.get(index)
+            c_int.from_address(constant).value = value is not None
+            _pointer(out, 0 if value is None else self.handle(value))
 
         @slot(88, c_void_p, c_void_p)
         def _(context: int, out: int) -> None:

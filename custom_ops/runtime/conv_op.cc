@@ -1,0 +1,400 @@
+#include "conv_op.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "conv_planner.h"
+#include "conv_shape.h"
+#include "conv_weights.h"
+#include "driver.h"
+#include "error.h"
+#include "interpreter.h"
+#include "launcher.h"
+#include "ort.h"
+#include "pack.h"
+#include "planner.h"
+#include "problem_cache.h"
+#include "shape.h"
+#include "stats.h"
+
+namespace moonpoly {
+namespace {
+
+struct Tensor {
+  Shape shape;
+  void* data = nullptr;
+};
+
+// A product that a node has met, its plan, and the tensor maps of its operands.
+struct MetProduct {
+  mp_problem problem;
+  unsigned uses;
+  std::shared_ptr<const Planned> planned;
+  TensorMapCache maps;
+};
+
+struct MetConv {
+  mp_conv problem;
+  unsigned uses;
+  std::shared_ptr<const PlannedConv> planned;
+};
+
+Tensor tensor_of(const Ort& ort, const OrtValue* value, size_t index) {
+  Tensor out;
+  if (!ort.tensor(value, &out.shape, &out.data)) {
+    fail(MP_INVALID, "input ", index, " has rank ", out.shape.rank, "; at most ", kMaxRank,
+         " is possible");
+  }
+  return out;
+}
+
+int32_t auto_pad_of(const std::string& value) {
+  if (value.empty() || value == "NOTSET") return MP_NOTSET;
+  if (value == "SAME_UPPER") return MP_SAME_UPPER;
+  if (value == "SAME_LOWER") return MP_SAME_LOWER;
+  if (value == "VALID") return MP_VALID;
+  fail(MP_INVALID, "auto_pad is '", value, "'; accepted: NOTSET, SAME_UPPER, SAME_LOWER, VALID");
+}
+
+mp_conv_attributes read_attributes(const Ort& ort, const OrtKernelInfo* info, bool transposed) {
+  mp_conv_attributes a{};
+  a.transposed = transposed;
+  a.auto_pad = auto_pad_of(ort.text_attribute(info, "auto_pad"));
+  a.group = ort.attribute(info, "group", int64_t{1});
+  const auto list = [&](const char* name, int64_t* out, int room) {
+    const int count = ort.list_attribute(info, name, out, room);
+    if (count > room) {
+      fail(MP_INVALID, name, " has ", count, " values; there are 1 to 3 spatial dimensions");
+    }
+    return count;
+  };
+  a.kernel_count = list("kernel_shape", a.kernel, 3);
+  a.stride_count = list("strides", a.stride, 3);
+  a.dilation_count = list("dilations", a.dilation, 3);
+  a.pad_count = list("pads", a.pad, 6);
+  if (transposed) {
+    a.output_padding_count = list("output_padding", a.output_padding, 3);
+    a.output_shape_count = list("output_shape", a.output_shape, 3);
+  }
+  if (a.group < 1) fail(MP_INVALID, "group is ", a.group, "; 1 and more are accepted");
+  return a;
+}
+
+class ConvKernel {
+ public:
+  ConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
+      : ort_(api),
+        attributes_(read_attributes(ort_, info, op.transposed)),
+        element_{op.dtype, op.settings->precision} {}
+  virtual ~ConvKernel() = default;
+  const OrtApi* api() const { return ort_.api(); }
+
+  void compute(OrtKernelContext* context) {
+    Tensor x, w, b;
+    input(context, 0, &x);
+    input(context, 1, &w);
+    const bool has_bias = input(context, 2, &b);
+    Convolution found;
+    convolution(x.shape, w.shape, has_bias ? &b.shape : nullptr, attributes_, element_, &found);
+    OrtValue* value = nullptr;
+    ort_(ort_->KernelContext_GetOutput(context, 0, found.output.dims, found.output.rank, &value));
+    if (found.empty()) return;
+    Operands operands{w.data, x.data, has_bias ? b.data : nullptr, nullptr};
+    ort_(ort_->GetTensorMutableData(value, &operands.y));
+    Operands factors = operands;
+    mp_conv& conv = found.conv;
+    if (packed_) {
+      operands.a = packed_->data();
+      conv.w_taps = packed_strides_.w_taps;
+      conv.w_g = packed_strides_.w_g;
+      conv.w_k = packed_strides_.w_k;
+      conv.w_c = packed_strides_.w_c;
+      conv.w_h = packed_strides_.w_h;
+      conv.w_w = packed_strides_.w_w;
+    }
+    if (reinterpret_cast<uintptr_t>(operands.a) % 16) conv.w_taps = 0;
+    if (found.pointwise) {
+      if (!found.w_is_a) std::swap(factors.a, factors.b);
+      set_alignment(&found.product, factors.a, factors.b, factors.y);
+      if (!is_better_convolved(found, uses(context))) {
+        multiply(context, found.product.problem, factors);
+        return;
+      }
+    }
+    convolve(context, conv, operands);
+  }
+
+ protected:
+  // W is the A of `operands` and X the B.
+  virtual void convolve(OrtKernelContext* context, const mp_conv& conv,
+                        const Operands& operands) = 0;
+  virtual void multiply(OrtKernelContext* context, const mp_problem& problem,
+                        const Operands& operands) = 0;
+
+  // What the plans of a run may use: kUsesWorkspace where it can be given scratch memory.
+  virtual unsigned uses(OrtKernelContext* context) const = 0;
+
+  // Where W is a constant that is better stored anew: its copy, which `make` makes of (conv, W).
+  template <typename Make>
+  void pack_constant_weight(const OrtKernelInfo* info, const Settings& settings, Make make) {
+    if (!settings.repack) return;
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    ort_(ort_->KernelInfoGetConstantInput_tensor(info, 1, &constant, &value));
+    if (!constant || !value) return;
+    const Tensor w = tensor_of(ort_, value, 1);
+    if (w.shape.rank < 3 || w.shape.rank > 5) return;  // Compute says what is wrong
+    mp_conv conv;
+    conv_of_weight(w.shape, attributes_, element_, &conv);
+    if (always_a_product(conv)) return;
+    if (packed_conv(conv, &packed_strides_) > 0) packed_ = make(conv, w.data);
+  }
+
+  template <typename Met, typename Cache, typename Planner, typename Problem>
+  std::shared_ptr<Met> meet(Cache& cache, const Planner& planner, const Problem& problem,
+                            unsigned uses) {
+    if (auto known = cache.find(problem, uses)) {
+      stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
+      return known;
+    }
+    auto fresh = std::make_shared<Met>();
+    fresh->problem = problem;
+    fresh->uses = uses;
+    fresh->planned = planner.planned(problem, uses);
+    cache.insert(fresh);
+    return fresh;
+  }
+  std::shared_ptr<MetConv> meet(const ConvPlanner& planner, const mp_conv& conv, unsigned uses) {
+    return meet<MetConv>(convolutions_, planner, conv, uses);
+  }
+  std::shared_ptr<MetProduct> meet(const Planner& planner, const mp_problem& problem,
+                                   unsigned uses) {
+    return meet<MetProduct>(products_, planner, problem, uses);
+  }
+
+  const Ort ort_;
+  std::shared_ptr<const Planner> planner_;
+  std::shared_ptr<const ConvPlanner> conv_planner_;
+
+ private:
+  // Kernels of products load rows of an odd number of pixels element by element, as those of
+  // convolutions always do, but without loading ahead.
+  bool is_better_convolved(const Convolution& found, unsigned uses) {
+    const mp_problem& p = found.product.problem;
+    constexpr int64_t kHuge = 1 << 24;
+    if (p.align_b == 16 || !found.w_is_a || out_pixels(found.conv) > kHuge) return false;
+    const auto convolved = meet(*conv_planner_, found.conv, uses);
+    const auto multiplied = meet(*planner_, p, uses);
+    return convolved->planned->plan.predicted_us < multiplied->planned->plan.predicted_us;
+  }
+
+  bool input(OrtKernelContext* context, size_t index, Tensor* out) const {
+    size_t count = 0;
+    ort_(ort_->KernelContext_GetInputCount(context, &count));
+    if (index >= count) return false;
+    const OrtValue* value = nullptr;
+    ort_(ort_->KernelContext_GetInput(context, index, &value));
+    if (!value) return false;
+    *out = tensor_of(ort_, value, index);
+    return true;
+  }
+
+  // Whether the sizes of X make no difference to that.
+  bool always_a_product(const mp_conv& conv) const {
+    const auto all = [](const int64_t* values, int count, int64_t wanted) {
+      return std::all_of(values, values + count, [=](int64_t value) { return value == wanted; });
+    };
+    return kernel_taps(conv) == 1 && conv.groups == 1 && !conv.transposed &&
+           all(attributes_.stride, attributes_.stride_count, 1) &&
+           all(attributes_.pad, attributes_.pad_count, 0);
+  }
+
+  const mp_conv_attributes attributes_;
+  const Element element_;
+  mp_conv packed_strides_{};
+  std::unique_ptr<const PackedConvWeight> packed_;
+  ProblemCache<MetConv, 64> convolutions_;
+  ProblemCache<MetProduct, 64> products_;
+};
+
+class CudaConvKernel final : public ConvKernel {
+ public:
+  CudaConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
+      : ConvKernel(op, api, info), allocator_(ort_, info) {
+    int ordinal = 0;
+    ort_(api->MemoryInfoGetId(allocator_.memory(), &ordinal));
+    mp_device device;
+    query_device(ordinal, &device);
+    auto pack = op.settings->open_pack(device.sm);
+    planner_ = pack->planner(device);
+    conv_planner_ = pack->conv_planner(device);
+    launcher_ = Launcher::get(std::move(pack), ordinal);
+    launcher_->load(op.dtype, op.dtype == MP_F32 ? op.settings->precision : MP_TF32);
+    pack_constant_weight(info, *op.settings, [&](const mp_conv& conv, const void* w) {
+      return std::make_unique<const PackedConvWeight>(conv, w, launcher_);
+    });
+    warn_once_without_table(ort_, info, *planner_);
+  }
+
+ private:
+  void convolve(OrtKernelContext* context, const mp_conv& conv, const Operands& operands) override {
+    const CUstream stream = stream_of(context);
+    const auto met = meet(*conv_planner_, conv, uses(context));
+    with_memory(context, stream, met->planned->plan, [&](void* workspace, void* counters) {
+      launcher_->launch_conv(conv, met->planned->plan, operands, workspace, counters, stream);
+    });
+  }
+
+  void multiply(OrtKernelContext* context, const mp_problem& problem,
+                const Operands& operands) override {
+    const CUstream stream = stream_of(context);
+    const auto met = meet(*planner_, problem, uses(context));
+    with_memory(context, stream, met->planned->plan, [&](void* workspace, void* counters) {
+      launcher_->launch(problem, met->planned->plan, operands, workspace, counters, stream,
+                        &met->maps);
+    });
+  }
+
+  // Of cuBLASLt nothing: products of pixels are not among those that it was measured on.
+  unsigned uses(OrtKernelContext* context) const override {
+    return stream_of(context) ? kUsesWorkspace : 0;
+  }
+
+  CUstream stream_of(OrtKernelContext* context) const {
+    void* handle = nullptr;
+    ort_(ort_->KernelContext_GetGPUComputeStream(context, &handle));
+    return static_cast<CUstream>(handle);
+  }
+
+  // Scratch memory and arrival counters as the ops of products get them.
+  template <typename Launch>
+  void with_memory(OrtKernelContext* context, CUstream stream, const mp_plan& plan, Launch launch) {
+    CurrentContext current(launcher_->context());
+    void* counters = plan.counters ? launcher_->counters_for(stream, plan.counters) : nullptr;
+    const int64_t own_bytes = plan.counters * static_cast<int64_t>(sizeof(int32_t));
+    const Scratch scratch(ort_, context, allocator_, plan.workspace_bytes + own_bytes);
+    if (plan.counters && !counters) {
+      counters = static_cast<char*>(scratch.data()) + plan.workspace_bytes;
+      launcher_->clear(counters, plan.counters, stream);
+    }
+    launch(scratch.data(), counters);
+  }
+
+  const KernelAllocator allocator_;
+  std::shared_ptr<Launcher> launcher_;
+};
+
+class InterpretedConvKernel final : public ConvKernel {
+ public:
+  InterpretedConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
+      : ConvKernel(op, api, info) {
+    mp_device device{};
+    const bool gpu = device_count() > 0;
+    if (gpu) query_device(0, &device);
+    pack_ = op.settings->open_pack(gpu ? device.sm : 90);
+    const int pack_sm = static_cast<int>(pack_->header().sm);
+    if (!gpu || device.sm != pack_sm) device = reference_device(pack_sm);
+    planner_ = pack_->planner(device);
+    conv_planner_ = pack_->conv_planner(device);
+    pack_constant_weight(info, *op.settings, [](const mp_conv& conv, const void* w) {
+      return std::make_unique<const PackedConvWeight>(conv, w);
+    });
+  }
+
+ private:
+  void convolve(OrtKernelContext*, const mp_conv& conv, const Operands& operands) override {
+    interpret(conv_interpreter().load(), conv, *meet(*conv_planner_, conv, kUsesWorkspace),
+              operands.b, operands.a, operands);
+  }
+
+  void multiply(OrtKernelContext*, const mp_problem& problem, const Operands& operands) override {
+    interpret(interpreter().load(), problem, *meet(*planner_, problem, kUsesWorkspace), operands.a,
+              operands.b, operands);
+  }
+
+  unsigned uses(OrtKernelContext*) const override { return kUsesWorkspace; }
+
+  template <typename Function, typename Problem, typename Met>
+  static void interpret(Function function, const Problem& problem, const Met& met,
+                        const void* first, const void* second, const Operands& operands) {
+    if (!function) {
+      fail(
+          MP_INTERNAL,
+          "the interpreter backend has no function to call: set one with mp_set_interpreter and "
+          "mp_set_conv_interpreter, or use moonpoly_ort.InferenceSession(backend=\"interpreter\")");
+    }
+    char text[2048] = "";
+    const int32_t failed = function(&problem, &met.planned->plan, first, second, operands.bias,
+                                    operands.y, text, static_cast<int32_t>(sizeof text));
+    if (failed) fail(MP_INTERNAL, "the interpreter failed: ", text[0] ? text : "no reason given");
+  }
+
+  std::shared_ptr<const Pack> pack_;
+};
+
+const ConvOp& self(const OrtCustomOp* op) { return *static_cast<const ConvOp*>(op); }
+
+OnnxType onnx_type(int32_t dtype) {
+  static constexpr OnnxType kTypes[] = {ONNX_FLOAT16, ONNX_BFLOAT16, ONNX_FLOAT};
+  return kTypes[dtype];
+}
+
+OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
+                         void** out) {
+  return guarded(api, [&] {
+    const ConvOp& my = self(op);
+    std::unique_ptr<ConvKernel> kernel;
+    try {
+      if (my.settings->backend == Backend::kInterpreter) {
+        kernel = std::make_unique<InterpretedConvKernel>(my, api, info);
+      } else {
+        kernel = std::make_unique<CudaConvKernel>(my, api, info);
+      }
+    } catch (const Error& e) {
+      fail(e.status, "node '", Ort(api).node_name(info), "': ", e.what());
+    }
+    *out = kernel.release();
+  });
+}
+
+}  // namespace
+
+ConvOp::ConvOp(const OrtApi* api, bool transposed, bool has_bias, int32_t dtype,
+               std::shared_ptr<const Settings> settings)
+    : OrtCustomOp{},
+      api(api),
+      transposed(transposed),
+      has_bias(has_bias),
+      dtype(dtype),
+      settings(std::move(settings)) {
+  version = kOrtApiVersion;
+  GetName = [](const OrtCustomOp* op) {
+    static const char* const names[2][2] = {{"ConvNoBias", "Conv"},
+                                            {"ConvTransposeNoBias", "ConvTranspose"}};
+    return names[self(op).transposed][self(op).has_bias];
+  };
+  GetExecutionProviderType = [](const OrtCustomOp* op) {
+    return self(op).settings->backend == Backend::kInterpreter ? "CPUExecutionProvider"
+                                                               : "CUDAExecutionProvider";
+  };
+  GetInputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
+  GetInputTypeCount = [](const OrtCustomOp* op) -> size_t { return self(op).has_bias ? 3 : 2; };
+  GetOutputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
+  GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  GetInputCharacteristic = [](const OrtCustomOp*, size_t index) {
+    return index == 2 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  };
+  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
+  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
+  CreateKernelV2 = create_kernel;
+  KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    auto* my = static_cast<ConvKernel*>(kernel);
+    return guarded(my->api(), [&] { my->compute(context); });
+  };
+  KernelDestroy = [](void* kernel) { delete static_cast<ConvKernel*>(kernel); };
+  GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  GetEndVersion = [](const OrtCustomOp*) { return 1; };
+}
+
+}  // namespace moonpoly
