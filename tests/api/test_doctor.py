@@ -56,5 +56,5 @@ def test_packs_are_fresh_or_stale() -> None:
 def test_the_table_for_people_names_everything() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
-    for word in ("Python", "onnxruntime", "library", "GPU", "packs", "tables"):
+    for word in ("Python", "onnxruntime", "library", "GPU", "packs", "table"):
         assert word in result.stdout

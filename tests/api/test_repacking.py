@@ -64,5 +64,8 @@ def test_explain_says_what_is_repacked_and_copied() -> None:
     assert "b repacked" in str(explain(product(1001, 2048, "float16"), {"m": 64}, gpu="H200"))
     (plan,) = explain(product(1000, 2047, "float16"), {"m": 4096}, gpu="H200")
     assert (plan.repacked, plan.copies) == (False, ("a",))
-    (plan,) = explain(product(1000, 2048, "float16"), {"m": 64}, gpu="H200")
+    (plan,) = explain(product(1024, 2048, "float16"), {"m": 64}, gpu="H200")
     assert (plan.repacked, plan.copies) == (False, ())
+    # Aligned, but rows of B end within a line of 128 bytes.
+    (plan,) = explain(product(1000, 2048, "float16"), {"m": 1160}, gpu="H200")
+    assert (plan.repacked, plan.copies) == (True, ())
