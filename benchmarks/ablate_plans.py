@@ -137,13 +137,15 @@ def side_by_side(setting: Setting, problem: native.Problem, rows: int) -> native
     ]  # fmt: skip
     large = max((i for i in usable if not kernels[i].split_k), key=lambda i: kernels[i].bn)
     small = next(i for i in usable if kernels[i].split_k and kernels[i].bm == 64)
+    untuned = native.Device.from_buffer_copy(setting.device)
+    untuned._name = b"no table, which may exclude these kernels"
     plan = native.Plan()
     for i, (m0, m, kernel, split) in enumerate(
         ((0, rows, large, 1), (rows, problem.m - rows, small, 3))
     ):
         part = native.Problem.from_buffer_copy(problem)
         part.m = m
-        made = setting.plan(part, kernel, split)
+        made = setting.pack.plan(untuned, part, kernel=kernel, split=split)
         (region,) = made.regions
         region.m0, region.joins_previous = m0, i
         region.workspace_offset, region.counters_offset = plan.workspace_bytes, plan.counters
