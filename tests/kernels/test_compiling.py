@@ -48,7 +48,9 @@ def test_every_kernel_compiles_within_the_limits_of_its_architecture(sm: int) ->
         if kernel.shared_bytes > SHARED_LIMIT[sm]:
             faults.append(f"{name(kernel.spec)} takes {kernel.shared_bytes} bytes of shared memory")
         # Shared memory limits how many blocks an SM holds, those of conv kernels apart.
-        slack = 16 << 10 if kernel.spec.family.convolves else 64
+        # One-stage tiles of other architectures than the lists were made for take up to 2 KB less.
+        slack = 64 if sm in (80, 90) else 2 << 10
+        slack = 16 << 10 if kernel.spec.family.convolves else slack
         if abs(kernel.shared_bytes - shared) > 0.05 * shared + slack:
             faults.append(f"{name(kernel.spec)}: {kernel.shared_bytes} shared, expected {shared}")
         if kernel.registers * 32 * kernel.spec.warps > 65536 or kernel.registers > 255:
