@@ -11,6 +11,7 @@
 #include "error.h"
 #include "interpreter.h"
 #include "launcher.h"
+#include "node.h"
 #include "ort.h"
 #include "pack.h"
 #include "planner.h"
@@ -20,11 +21,6 @@
 
 namespace moonpoly {
 namespace {
-
-struct Tensor {
-  Shape shape;
-  void* data = nullptr;
-};
 
 // A product that a node has met, its plan, and the tensor maps of its operands.
 struct MetProduct {
@@ -39,15 +35,6 @@ struct MetConv {
   unsigned uses;
   std::shared_ptr<const PlannedConv> planned;
 };
-
-Tensor tensor_of(const Ort& ort, const OrtValue* value, size_t index) {
-  Tensor out;
-  if (!ort.tensor(value, &out.shape, &out.data)) {
-    fail(MP_INVALID, "input ", index, " has rank ", out.shape.rank, "; at most ", kMaxRank,
-         " is possible");
-  }
-  return out;
-}
 
 int32_t auto_pad_of(const std::string& value) {
   if (value.empty() || value == "NOTSET") return MP_NOTSET;
@@ -92,9 +79,9 @@ class ConvKernel {
 
   void compute(OrtKernelContext* context) {
     Tensor x, w, b;
-    input(context, 0, &x);
-    input(context, 1, &w);
-    const bool has_bias = input(context, 2, &b);
+    read_input(ort_, context, 0, &x);
+    read_input(ort_, context, 1, &w);
+    const bool has_bias = read_input(ort_, context, 2, &b);
     Convolution found;
     convolution(x.shape, w.shape, has_bias ? &b.shape : nullptr, attributes_, element_, &found);
     OrtValue* value = nullptr;
@@ -189,17 +176,6 @@ class ConvKernel {
     return convolved->planned->plan.predicted_us < multiplied->planned->plan.predicted_us;
   }
 
-  bool input(OrtKernelContext* context, size_t index, Tensor* out) const {
-    size_t count = 0;
-    ort_(ort_->KernelContext_GetInputCount(context, &count));
-    if (index >= count) return false;
-    const OrtValue* value = nullptr;
-    ort_(ort_->KernelContext_GetInput(context, index, &value));
-    if (!value) return false;
-    *out = tensor_of(ort_, value, index);
-    return true;
-  }
-
   // Whether the sizes of X make no difference to that.
   bool always_a_product(const mp_conv& conv) const {
     const auto all = [](const int64_t* values, int count, int64_t wanted) {
@@ -222,8 +198,7 @@ class CudaConvKernel final : public ConvKernel {
  public:
   CudaConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
       : ConvKernel(op, api, info), allocator_(ort_, info) {
-    int ordinal = 0;
-    ort_(api->MemoryInfoGetId(allocator_.memory(), &ordinal));
+    const int ordinal = ordinal_of(ort_, allocator_);
     mp_device device;
     query_device(ordinal, &device);
     auto pack = op.settings->open_pack(device.sm);
@@ -239,46 +214,33 @@ class CudaConvKernel final : public ConvKernel {
 
  private:
   void convolve(OrtKernelContext* context, const mp_conv& conv, const Operands& operands) override {
-    const CUstream stream = stream_of(context);
+    const CUstream stream = stream_of(ort_, context);
     const auto met = meet(*conv_planner_, conv, uses(context));
-    with_memory(context, stream, met->planned->plan, [&](void* workspace, void* counters) {
-      launcher_->launch_conv(conv, met->planned->plan, operands, workspace, counters, stream);
-    });
+    const mp_plan& plan = met->planned->plan;
+    CurrentContext current(launcher_->context());
+    const RunMemory memory = memory_for(context, stream, plan);
+    launcher_->launch_conv(conv, plan, operands, memory.workspace(), memory.counters(), stream);
   }
 
   void multiply(OrtKernelContext* context, const mp_problem& problem,
                 const Operands& operands) override {
-    const CUstream stream = stream_of(context);
+    const CUstream stream = stream_of(ort_, context);
     const auto met = meet(*planner_, problem, uses(context));
-    with_memory(context, stream, met->planned->plan, [&](void* workspace, void* counters) {
-      launcher_->launch(problem, met->planned->plan, operands, workspace, counters, stream,
-                        &met->maps);
-    });
+    const mp_plan& plan = met->planned->plan;
+    CurrentContext current(launcher_->context());
+    const RunMemory memory = memory_for(context, stream, plan);
+    launcher_->launch(problem, plan, operands, memory.workspace(), memory.counters(), stream,
+                      &met->maps);
   }
 
   // Of cuBLASLt nothing: products of pixels are not among those that it was measured on.
   unsigned uses(OrtKernelContext* context) const override {
-    return stream_of(context) ? kUsesWorkspace : 0;
+    return stream_of(ort_, context) ? kUsesWorkspace : 0;
   }
 
-  CUstream stream_of(OrtKernelContext* context) const {
-    void* handle = nullptr;
-    ort_(ort_->KernelContext_GetGPUComputeStream(context, &handle));
-    return static_cast<CUstream>(handle);
-  }
-
-  // Scratch memory and arrival counters as the ops of products get them.
-  template <typename Launch>
-  void with_memory(OrtKernelContext* context, CUstream stream, const mp_plan& plan, Launch launch) {
-    CurrentContext current(launcher_->context());
-    void* counters = plan.counters ? launcher_->counters_for(stream, plan.counters) : nullptr;
-    const int64_t own_bytes = plan.counters * static_cast<int64_t>(sizeof(int32_t));
-    const Scratch scratch(ort_, context, allocator_, plan.workspace_bytes + own_bytes);
-    if (plan.counters && !counters) {
-      counters = static_cast<char*>(scratch.data()) + plan.workspace_bytes;
-      launcher_->clear(counters, plan.counters, stream);
-    }
-    launch(scratch.data(), counters);
+  RunMemory memory_for(OrtKernelContext* context, CUstream stream, const mp_plan& plan) const {
+    return RunMemory(ort_, context, allocator_, launcher_.get(), stream, plan.workspace_bytes,
+                     plan.counters);
   }
 
   const KernelAllocator allocator_;
@@ -289,12 +251,8 @@ class InterpretedConvKernel final : public ConvKernel {
  public:
   InterpretedConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
       : ConvKernel(op, api, info) {
-    mp_device device{};
-    const bool gpu = device_count() > 0;
-    if (gpu) query_device(0, &device);
-    pack_ = op.settings->open_pack(gpu ? device.sm : 90);
-    const int pack_sm = static_cast<int>(pack_->header().sm);
-    if (!gpu || device.sm != pack_sm) device = reference_device(pack_sm);
+    const auto [pack, device] = interpreted_on(*op.settings);
+    pack_ = pack;
     planner_ = pack_->planner(device);
     conv_planner_ = pack_->conv_planner(device);
     pack_constant_weight(info, *op.settings, [](const mp_conv& conv, const void* w) {
@@ -304,97 +262,39 @@ class InterpretedConvKernel final : public ConvKernel {
 
  private:
   void convolve(OrtKernelContext*, const mp_conv& conv, const Operands& operands) override {
-    interpret(conv_interpreter().load(), conv, *meet(*conv_planner_, conv, kUsesWorkspace),
-              operands.b, operands.a, operands);
+    const auto met = meet(*conv_planner_, conv, kUsesWorkspace);
+    interpret(conv_interpreter().load(), kSetters, conv, met->planned->plan, operands.b, operands.a,
+              operands.bias, operands.y);
   }
 
   void multiply(OrtKernelContext*, const mp_problem& problem, const Operands& operands) override {
-    interpret(interpreter().load(), problem, *meet(*planner_, problem, kUsesWorkspace), operands.a,
-              operands.b, operands);
+    const auto met = meet(*planner_, problem, kUsesWorkspace);
+    interpret(interpreter().load(), kSetters, problem, met->planned->plan, operands.a, operands.b,
+              operands.bias, operands.y);
   }
 
   unsigned uses(OrtKernelContext*) const override { return kUsesWorkspace; }
 
-  template <typename Function, typename Problem, typename Met>
-  static void interpret(Function function, const Problem& problem, const Met& met,
-                        const void* first, const void* second, const Operands& operands) {
-    if (!function) {
-      fail(
-          MP_INTERNAL,
-          "the interpreter backend has no function to call: set one with mp_set_interpreter and "
-          "mp_set_conv_interpreter, or use moonpoly_ort.InferenceSession(backend=\"interpreter\")");
-    }
-    char text[2048] = "";
-    const int32_t failed = function(&problem, &met.planned->plan, first, second, operands.bias,
-                                    operands.y, text, static_cast<int32_t>(sizeof text));
-    if (failed) fail(MP_INTERNAL, "the interpreter failed: ", text[0] ? text : "no reason given");
-  }
-
+  static constexpr const char* kSetters = "mp_set_interpreter and mp_set_conv_interpreter";
   std::shared_ptr<const Pack> pack_;
 };
-
-const ConvOp& self(const OrtCustomOp* op) { return *static_cast<const ConvOp*>(op); }
-
-OnnxType onnx_type(int32_t dtype) {
-  static constexpr OnnxType kTypes[] = {ONNX_FLOAT16, ONNX_BFLOAT16, ONNX_FLOAT};
-  return kTypes[dtype];
-}
-
-OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
-                         void** out) {
-  return guarded(api, [&] {
-    const ConvOp& my = self(op);
-    std::unique_ptr<ConvKernel> kernel;
-    try {
-      if (my.settings->backend == Backend::kInterpreter) {
-        kernel = std::make_unique<InterpretedConvKernel>(my, api, info);
-      } else {
-        kernel = std::make_unique<CudaConvKernel>(my, api, info);
-      }
-    } catch (const Error& e) {
-      fail(e.status, "node '", Ort(api).node_name(info), "': ", e.what());
-    }
-    *out = kernel.release();
-  });
-}
 
 }  // namespace
 
 ConvOp::ConvOp(const OrtApi* api, bool transposed, bool has_bias, int32_t dtype,
                std::shared_ptr<const Settings> settings)
-    : OrtCustomOp{},
-      api(api),
-      transposed(transposed),
-      has_bias(has_bias),
-      dtype(dtype),
-      settings(std::move(settings)) {
-  version = kOrtApiVersion;
+    : NodeOp{{}, api, dtype, std::move(settings)}, transposed(transposed), has_bias(has_bias) {
+  set_common_slots(this);
+  set_kernel_slots<ConvOp, ConvKernel, CudaConvKernel, InterpretedConvKernel>(this);
   GetName = [](const OrtCustomOp* op) {
     static const char* const names[2][2] = {{"ConvNoBias", "Conv"},
                                             {"ConvTransposeNoBias", "ConvTranspose"}};
-    return names[self(op).transposed][self(op).has_bias];
+    const auto* my = static_cast<const ConvOp*>(op);
+    return names[my->transposed][my->has_bias];
   };
-  GetExecutionProviderType = [](const OrtCustomOp* op) {
-    return self(op).settings->backend == Backend::kInterpreter ? "CPUExecutionProvider"
-                                                               : "CUDAExecutionProvider";
+  GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
+    return static_cast<const ConvOp*>(op)->has_bias ? 3 : 2;
   };
-  GetInputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
-  GetInputTypeCount = [](const OrtCustomOp* op) -> size_t { return self(op).has_bias ? 3 : 2; };
-  GetOutputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
-  GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
-  GetInputCharacteristic = [](const OrtCustomOp*, size_t index) {
-    return index == 2 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
-  };
-  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
-  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  CreateKernelV2 = create_kernel;
-  KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-    auto* my = static_cast<ConvKernel*>(kernel);
-    return guarded(my->api(), [&] { my->compute(context); });
-  };
-  KernelDestroy = [](void* kernel) { delete static_cast<ConvKernel*>(kernel); };
-  GetStartVersion = [](const OrtCustomOp*) { return 1; };
-  GetEndVersion = [](const OrtCustomOp*) { return 1; };
 }
 
 }  // namespace moonpoly

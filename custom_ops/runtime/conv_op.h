@@ -5,9 +5,7 @@
 
 #include <memory>
 
-#include "moonpoly.h"
 #include "ops.h"
-#include "ort_abi.h"
 
 namespace moonpoly {
 
@@ -15,15 +13,12 @@ namespace moonpoly {
 //
 // It has no InferOutputShapeFn: ONNX Runtime reads the type of every input before it asks, and an
 // absent B has none; and sizes that follow from a symbolic one cannot be expressed there.
-struct ConvOp : OrtCustomOp {
+struct ConvOp : NodeOp {
   ConvOp(const OrtApi* api, bool transposed, bool has_bias, int32_t dtype,
          std::shared_ptr<const Settings> settings);
 
-  const OrtApi* api;
   bool transposed;
   bool has_bias;  // false: a third input is not even optional
-  int32_t dtype;
-  std::shared_ptr<const Settings> settings;
 };
 
 }  // namespace moonpoly

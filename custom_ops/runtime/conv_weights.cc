@@ -42,14 +42,6 @@ uint32_t tf32(uint32_t bits) {
   return (rounded & kInfinity) == kInfinity ? bits & ~kCut : rounded;
 }
 
-bool is_device_memory(const void* address) {
-  constexpr int kMemoryType = 2, kDevice = 2;
-  unsigned type = 0;
-  return driver().PointerGetAttribute(&type, kMemoryType, reinterpret_cast<CUdeviceptr>(address)) ==
-             0 &&
-         type == kDevice;
-}
-
 template <typename T>
 void pack_elements(const mp_conv& c, const mp_conv& to, const T* w, T* packed) {
   for (int64_t g = 0; g < c.groups; ++g) {

@@ -177,4 +177,12 @@ CurrentContext::~CurrentContext() {
   if (pushed_) driver().CtxPopCurrent(&popped);
 }
 
+bool is_device_memory(const void* address) {
+  constexpr int kMemoryType = 2, kDevice = 2;
+  unsigned type = 0;
+  return driver().PointerGetAttribute(&type, kMemoryType, reinterpret_cast<CUdeviceptr>(address)) ==
+             0 &&
+         type == kDevice;
+}
+
 }  // namespace moonpoly

@@ -134,5 +134,8 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
+// Whether it lies on a GPU, as far as the driver knows.
+bool is_device_memory(const void* address);
+
 }  // namespace moonpoly
 #endif  // MOONPOLY_DRIVER_H_

@@ -10,6 +10,7 @@
 #include "error.h"
 #include "interpreter.h"
 #include "launcher.h"
+#include "node.h"
 #include "ort.h"
 #include "pack.h"
 #include "planner.h"
@@ -22,11 +23,6 @@
 
 namespace moonpoly {
 namespace {
-
-struct Tensor {
-  Shape shape;
-  void* data = nullptr;
-};
 
 // A problem that a node has met, its plan, and the tensor maps of its operands.
 struct Met {
@@ -53,9 +49,9 @@ class Kernel {
 
   void compute(OrtKernelContext* context) {
     Tensor a, b, c;
-    input(context, 0, &a);
-    input(context, 1, &b);
-    const bool has_c = kind_ == OpKind::kGemm && input(context, 2, &c);
+    read_input(ort_, context, 0, &a);
+    read_input(ort_, context, 1, &b);
+    const bool has_c = kind_ == OpKind::kGemm && read_input(ort_, context, 2, &c);
 
     Product product;
     if (kind_ == OpKind::kMatMul) {
@@ -126,20 +122,6 @@ class Kernel {
   std::unique_ptr<const RepackedWeight> weight_;  // null: B is used as it is stored
 
  private:
-  bool input(OrtKernelContext* context, size_t index, Tensor* out) const {
-    size_t count = 0;
-    ort_(ort_->KernelContext_GetInputCount(context, &count));
-    if (index >= count) return false;
-    const OrtValue* value = nullptr;
-    ort_(ort_->KernelContext_GetInput(context, index, &value));
-    if (!value) return false;
-    if (!ort_.tensor(value, &out->shape, &out->data)) {
-      fail(MP_INVALID, "input ", index, " has rank ", out->shape.rank, "; at most ", kMaxRank,
-           " is possible");
-    }
-    return true;
-  }
-
   const OpKind kind_;
   ProblemCache<Met, 64> met_;
 };
@@ -158,8 +140,7 @@ class CudaKernel final : public Kernel {
  public:
   CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
       : Kernel(op, api, info), allocator_(ort_, info) {
-    int ordinal = 0;
-    ort_(api->MemoryInfoGetId(allocator_.memory(), &ordinal));
+    const int ordinal = ordinal_of(ort_, allocator_);
     mp_device device;
     query_device(ordinal, &device);
     auto pack = op.settings->open_pack(device.sm);
@@ -177,9 +158,7 @@ class CudaKernel final : public Kernel {
  private:
   void execute(OrtKernelContext* context, const Product& product,
                const Operands& operands) override {
-    void* handle = nullptr;
-    ort_(ort_->KernelContext_GetGPUComputeStream(context, &handle));
-    const auto stream = static_cast<CUstream>(handle);
+    const CUstream stream = stream_of(ort_, context);
     // Without a stream of its own a run gets no stream-ordered scratch memory: plan without
     // split-K.
     const unsigned uses = (stream ? kUsesWorkspace : 0) | (product.loop_count == 0 ? vendor_ : 0);
@@ -198,20 +177,12 @@ class CudaKernel final : public Kernel {
       }
     }
     const mp_plan& plan = planned->plan;
-    void* counters = plan.counters ? launcher_->counters_for(stream, plan.counters) : nullptr;
-    // Ordered by the stream: ONNX Runtime hands this memory to another stream only after a
-    // synchronisation, so that it may be freed as soon as the launches are queued. There is room
-    // for counters in it even where none are needed there: a captured run, which cannot make the
-    // arena grow, then asks for what the runs before it did.
-    const int64_t own_bytes = plan.counters * static_cast<int64_t>(sizeof(int32_t));
-    const Scratch scratch(ort_, context, allocator_, workspace + own_bytes);
-    if (plan.counters && !counters) {
-      counters = static_cast<char*>(scratch.data()) + workspace;
-      launcher_->clear(counters, plan.counters, stream);
-    }
+    const RunMemory memory(ort_, context, allocator_, launcher_.get(), stream, workspace,
+                           plan.counters);
     TensorMapCache* maps = product.loop_count == 0 ? &met->maps : nullptr;
     for_each_launch(*met, product, operands, [&](const Operands& moved) {
-      launcher_->launch(planned->problem, plan, moved, scratch.data(), counters, stream, maps);
+      launcher_->launch(planned->problem, plan, moved, memory.workspace(), memory.counters(),
+                        stream, maps);
     });
   }
 
@@ -235,12 +206,9 @@ class InterpretedKernel final : public Kernel {
  public:
   InterpretedKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
       : Kernel(op, api, info) {
-    mp_device device{};
-    const bool gpu = device_count() > 0;
-    if (gpu) query_device(0, &device);
-    pack_ = op.settings->open_pack(gpu ? device.sm : 90);
-    const int pack_sm = static_cast<int>(pack_->header().sm);
-    planner_ = pack_->planner(gpu && device.sm == pack_sm ? device : reference_device(pack_sm));
+    const auto [pack, device] = interpreted_on(*op.settings);
+    pack_ = pack;
+    planner_ = pack_->planner(device);
     if (op.settings->repack) {
       weight_ = RepackedWeight::on_host(ort_, info, element_, gemm_.trans_b, *planner_, *pack_);
     }
@@ -248,20 +216,10 @@ class InterpretedKernel final : public Kernel {
 
  private:
   void execute(OrtKernelContext*, const Product& product, const Operands& operands) override {
-    const mp_interpret_fn interpret = interpreter().load();
-    if (!interpret) {
-      fail(MP_INTERNAL,
-           "the interpreter backend has no function to call: set one with mp_set_interpreter, or "
-           "use "
-           "moonpoly_ort.InferenceSession(backend=\"interpreter\")");
-    }
     const auto met = meet(*planner_, product, kUsesWorkspace);
     for_each_launch(*met, product, operands, [&](const Operands& moved) {
-      char text[2048] = "";
-      const int32_t failed =
-          interpret(&met->planned->problem, &met->planned->plan, moved.a, moved.b, moved.bias,
-                    moved.y, text, static_cast<int32_t>(sizeof text));
-      if (failed) fail(MP_INTERNAL, "the interpreter failed: ", text[0] ? text : "no reason given");
+      interpret(interpreter().load(), "mp_set_interpreter", met->planned->problem,
+                met->planned->plan, moved.a, moved.b, moved.bias, moved.y);
     });
   }
 
@@ -270,29 +228,6 @@ class InterpretedKernel final : public Kernel {
 };
 
 const Op& self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
-
-OnnxType onnx_type(int32_t dtype) {
-  static constexpr OnnxType kTypes[] = {ONNX_FLOAT16, ONNX_BFLOAT16, ONNX_FLOAT};
-  return kTypes[dtype];
-}
-
-OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
-                         void** out) {
-  return guarded(api, [&] {
-    const Op& my = self(op);
-    std::unique_ptr<Kernel> kernel;
-    try {
-      if (my.settings->backend == Backend::kInterpreter) {
-        kernel = std::make_unique<InterpretedKernel>(my, api, info);
-      } else {
-        kernel = std::make_unique<CudaKernel>(my, api, info);
-      }
-    } catch (const Error& e) {
-      fail(e.status, "node '", Ort(api).node_name(info), "': ", e.what());
-    }
-    *out = kernel.release();
-  });
-}
 
 }  // namespace
 
@@ -342,34 +277,15 @@ std::shared_ptr<const Pack> Settings::open_pack(int sm) const {
 }
 
 Op::Op(const OrtApi* api, OpKind kind, int32_t dtype, std::shared_ptr<const Settings> settings)
-    : OrtCustomOp{}, api(api), kind(kind), dtype(dtype), settings(std::move(settings)) {
-  version = kOrtApiVersion;
+    : NodeOp{{}, api, dtype, std::move(settings)}, kind(kind) {
+  set_common_slots(this);
+  set_kernel_slots<Op, Kernel, CudaKernel, InterpretedKernel>(this);
   GetName = [](const OrtCustomOp* op) {
     return self(op).kind == OpKind::kMatMul ? "MatMul" : "Gemm";
   };
-  GetExecutionProviderType = [](const OrtCustomOp* op) {
-    return self(op).settings->backend == Backend::kInterpreter ? "CPUExecutionProvider"
-                                                               : "CUDAExecutionProvider";
-  };
-  GetInputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
   GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
     return self(op).kind == OpKind::kMatMul ? 2 : 3;
   };
-  GetOutputType = [](const OrtCustomOp* op, size_t) { return onnx_type(self(op).dtype); };
-  GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
-  GetInputCharacteristic = [](const OrtCustomOp*, size_t index) {
-    return index == 2 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
-  };
-  GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
-  GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  CreateKernelV2 = create_kernel;
-  KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-    auto* my = static_cast<Kernel*>(kernel);
-    return guarded(my->api(), [&] { my->compute(context); });
-  };
-  KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  GetStartVersion = [](const OrtCustomOp*) { return 1; };
-  GetEndVersion = [](const OrtCustomOp*) { return 1; };
   if (kind == OpKind::kMatMul) {
     InferOutputShapeFn = [](const OrtCustomOp* op, OrtShapeInferContext* context) {
       return infer_matmul_shape(self(op).api, context);

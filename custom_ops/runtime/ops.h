@@ -44,13 +44,16 @@ enum class OpKind { kMatMul, kGemm };
 
 // One op for one dtype. ONNX Runtime keeps pointers to it for as long as a session lives, so that
 // it is never destroyed.
-struct Op : OrtCustomOp {
-  Op(const OrtApi* api, OpKind kind, int32_t dtype, std::shared_ptr<const Settings> settings);
-
+struct NodeOp : OrtCustomOp {
   const OrtApi* api;
-  OpKind kind;
   int32_t dtype;
   std::shared_ptr<const Settings> settings;
+};
+
+struct Op : NodeOp {
+  Op(const OrtApi* api, OpKind kind, int32_t dtype, std::shared_ptr<const Settings> settings);
+
+  OpKind kind;
 };
 
 }  // namespace moonpoly

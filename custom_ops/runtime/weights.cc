@@ -37,14 +37,6 @@ bool constant_b(const Ort& ort, const OrtKernelInfo* info, Element element, bool
   return true;
 }
 
-bool is_device_memory(const void* address) {
-  constexpr int kMemoryType = 2, kDevice = 2;
-  unsigned type = 0;
-  return driver().PointerGetAttribute(&type, kMemoryType, reinterpret_cast<CUdeviceptr>(address)) ==
-             0 &&
-         type == kDevice;
-}
-
 template <typename T>
 void copy_rows(const mp_problem& p, const mp_copy& copy, const void* from, void* to) {
   const T* source = static_cast<const T*>(from);
