@@ -121,6 +121,7 @@ Argument argument(int32_t param, const Work& work) {
 
 void Launcher::launch_conv(const mp_conv& conv, const mp_plan& plan, const Operands& operands,
                            void* workspace, void* counters, CUstream stream) {
+  const auto turn = turn_of(counters);
   for (int i = 0; i < plan.region_count; ++i) {
     const mp_region& r = plan.regions[i];
     const mp_kernel& k = pack_->kernel(r.kernel);
