@@ -26,12 +26,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_kernels import Bench, Shape, read_shapes
-from benchmarks.machine import Setting, architecture, unpacked
+from benchmarks.machine import Setting, pack_of, unpacked
 from benchmarks.measuring import capture, compare_launches, geometric_mean
 from benchmarks.operands import relative_error
 from benchmarks.recording import say
 from benchmarks.running import Provider
-from moonpoly_ort import native, packs
+from moonpoly_ort import native
 from moonpoly_ort.native import PlanFlag
 
 HEAD = ["id", "class", "dtype", "layout", "m", "n", "k", "means", "plan", "predicted_us", "us",
@@ -324,12 +324,7 @@ def _arguments() -> argparse.Namespace:
         "--seconds", type=float, default=240, help="stop starting shapes after this long"
     )
     arguments = parser.parse_args()
-    if arguments.pack is None:
-        sm = architecture(arguments.device) or 90
-        arguments.pack = packs.find_pack(sm)
-        if arguments.pack is None:
-            parser.error(f"there is no pack for sm_{sm}: build one with `moonpoly pack`, or name "
-                         "one with --pack")  # fmt: skip
+    arguments.pack = pack_of(arguments, parser)
     return arguments
 
 

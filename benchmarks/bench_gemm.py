@@ -33,12 +33,11 @@ from benchmarks import contenders, csv_rows, in_session, kernel_only, plotting, 
 from benchmarks.bench_kernels import device_facts
 from benchmarks.cublaslt import CublasLt
 from benchmarks.interleaved import Interleaved, Loop
-from benchmarks.machine import Setting, architecture, commit, unpacked
+from benchmarks.machine import Setting, commit, pack_of, unpacked
 from benchmarks.operands import DTYPES, NUMBERS
 from benchmarks.recording import say
 from benchmarks.running import Provider
 from benchmarks.suites import Row
-from moonpoly_ort import packs
 
 KERNELS, SESSIONS, FACTS, SUMMARY = "kernels.csv", "sessions.csv", "gpu.json", "summary.json"
 SESSION_ROWS = 100
@@ -198,12 +197,7 @@ def _arguments() -> argparse.Namespace:
         return arguments
     if not 1 <= arguments.weights_mb <= 2000:
         parser.error(f"--weights-mb {arguments.weights_mb}; accepted: 1 to 2000")
-    if arguments.pack is None:
-        sm = architecture(arguments.device) or 90
-        arguments.pack = packs.find_pack(sm)
-        if arguments.pack is None:
-            parser.error(f"there is no pack for sm_{sm}: build one with `moonpoly pack`, or name "
-                         "one with --pack")  # fmt: skip
+    arguments.pack = pack_of(arguments, parser)
     return arguments
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import Setting, architecture, environment, unpacked
+from benchmarks.machine import Setting, environment, pack_of, unpacked
 from benchmarks.measuring import (
     Ceilings,
     Launch,
@@ -42,7 +42,7 @@ from benchmarks.measuring import (
 from benchmarks.operands import DTYPES, NUMBERS, Operands, Product, dense, dense_problem
 from benchmarks.recording import say
 from benchmarks.running import Provider
-from moonpoly_ort import native, packs
+from moonpoly_ort import native
 from moonpoly_ort.tuning.candidates import Candidate, Kernels, promising
 from moonpoly_ort.tuning.shapes import anchors
 
@@ -374,12 +374,7 @@ def _arguments() -> argparse.Namespace:
     for name in arguments.layout.split(","):
         if name not in ("nn", "nt", "tn", "tt"):
             parser.error(f"unknown layout {name!r}; there are: nn, nt, tn, tt")
-    if arguments.pack is None:
-        sm = architecture(arguments.device) or 90
-        arguments.pack = packs.find_pack(sm)
-        if arguments.pack is None:
-            parser.error(f"there is no pack for sm_{sm}: build one with `moonpoly pack`, or name "
-                         "one with --pack")  # fmt: skip
+    arguments.pack = pack_of(arguments, parser)
     return arguments
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_kernels import HEAD, Bench, Shape, product_bytes, read_shapes
-from benchmarks.machine import Setting, architecture, unpacked
+from benchmarks.machine import Setting, pack_of, unpacked
 from benchmarks.measuring import Launch, Sweep, geometric_mean, launches_per_sweep, rotation
 from benchmarks.operands import (
     DTYPES,
@@ -37,7 +37,7 @@ from benchmarks.operands import (
 )
 from benchmarks.recording import say
 from benchmarks.running import Provider
-from moonpoly_ort import native, packs
+from moonpoly_ort import native
 from moonpoly_ort.errors import MoonPolyError
 from moonpoly_ort.tuning.candidates import SPLITS
 
@@ -217,9 +217,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=300, help="stop starting shapes then")
     arguments = parser.parse_args()
-    pack = arguments.pack or packs.find_pack(architecture(arguments.device) or 90)
-    if pack is None:
-        parser.error("there is no pack: build one with `moonpoly pack`, or name one with --pack")
+    pack = pack_of(arguments, parser)
     stop = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory() as folder:
         provider = Provider(ordinal=arguments.device)

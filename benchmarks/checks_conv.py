@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 
 import moonpoly_ort
+from benchmarks.checks_kernels import check_each
 from benchmarks.convolutions import SENTINEL, ConvChain, Convolution, ConvOperands
 from benchmarks.machine import Setting
 from benchmarks.measuring import Timing, compare_launches, geometric_mean, rotation
 from benchmarks.operands import error_limit, relative_error
-from benchmarks.recording import NotApplicable, Recorder, isolate, say
+from benchmarks.recording import NotApplicable, Recorder
 from benchmarks.running import Bound, plain_session, session_options
 from moonpoly_ort import native
 from moonpoly_ort.errors import KernelMissingError, MoonPolyError, ProblemError
@@ -50,9 +51,6 @@ def kernels(setting: Setting, record: Recorder) -> None:
     index = {kernel.name: i for i, kernel in enumerate(pack.kernels)}
     by_name = {kernel.name: kernel for kernel in records}
     order = list(by_name)
-    wrong: dict[str, list[str]] = {}
-    worst: dict[str, float] = {}
-    tally = {"kernels": 0, "launches": 0}
 
     def work(name: str) -> list[dict[str, Any]]:
         return [
@@ -60,29 +58,7 @@ def kernels(setting: Setting, record: Recorder) -> None:
             for seed, (case, split) in enumerate(_cases(by_name[name], setting.quick))
         ]
 
-    def on_done(name: str, results: list[dict[str, Any]]) -> None:
-        tally["kernels"] += 1
-        tally["launches"] += len(results)
-        for result in results:
-            if result["faults"]:
-                wrong.setdefault(name, []).append(
-                    f"{result['case']}: {', '.join(result['faults'])}"
-                )
-            kind = result["kind"]
-            worst[kind] = max(worst.get(kind, 0.0), result["share"])
-
-    def on_fault(name: str, reason: str) -> None:
-        say(f"conv_kernels: {name}: {reason}")
-        wrong.setdefault(name, []).append(reason)
-
-    left = isolate(
-        order, work, on_done, on_fault, deadline=record.deadline, patience=setting.patience
-    )
-    record.note("cases", tally)
-    record.note("largest error as a share of its limit", worst)
-    record.check("conv kernels that are wrong", not wrong, len(wrong), 0,
-                 blocklist={name: faults[:3] for name, faults in wrong.items()})  # fmt: skip
-    record.check("conv kernels not reached in time", not left, len(left), 0)
+    check_each(setting, record, order, work, "conv kernels")
 
 
 def _cases(kernel: native.KernelRecord, quick: bool) -> Iterator[tuple[Convolution, int]]:

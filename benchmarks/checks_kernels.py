@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,15 +43,26 @@ def kernels(setting: Setting, record: Recorder) -> None:
     ]  # fmt: skip
     order = [pack.kernels[i].name for i in every]
     index = dict(zip(order, every, strict=True))
-    tally = {"launches": 0, "kernels": 0}
-    wrong: dict[str, list[str]] = {}
-    worst: dict[str, float] = {}
 
     def work(name: str) -> list[dict[str, Any]]:
         kernel = pack.kernels[index[name]]
         slots = setting.device.sm_count * native.blocks_per_sm(kernel, setting.device)
         return [_check_forced(setting, index[name], product, split)
                 for product, split in _forced_cases(kernel, slots)]  # fmt: skip
+
+    check_each(setting, record, order, work, "kernels")
+
+
+def check_each(
+    setting: Setting, record: Recorder, order: list[str],
+    work: Callable[[str], list[dict[str, Any]]], what: str,
+) -> None:  # fmt: skip
+    """Records what `work` finds of each kernel of that name, in processes where one may hang. Its
+    findings have `case`, `faults`, `kind` and `share`, the error as a share of its limit.
+    """
+    tally = {"launches": 0, "kernels": 0}
+    wrong: dict[str, list[str]] = {}
+    worst: dict[str, float] = {}
 
     def on_done(name: str, results: list[dict[str, Any]]) -> None:
         tally["kernels"] += 1
@@ -64,10 +75,10 @@ def kernels(setting: Setting, record: Recorder) -> None:
             kind = result["kind"]
             worst[kind] = max(worst.get(kind, 0.0), result["share"])
         if tally["kernels"] % 50 == 0:
-            say(f"kernels: {tally['kernels']} of {len(order)}, {len(wrong)} wrong")
+            say(f"{record.section}: {tally['kernels']} of {len(order)}, {len(wrong)} wrong")
 
     def on_fault(name: str, reason: str) -> None:
-        say(f"kernels: {name}: {reason}")
+        say(f"{record.section}: {name}: {reason}")
         wrong.setdefault(name, []).append(reason)
 
     left = isolate(
@@ -75,9 +86,9 @@ def kernels(setting: Setting, record: Recorder) -> None:
     )
     record.note("cases", tally)
     record.note("largest error as a share of its limit", worst)
-    record.check("kernels that are wrong", not wrong, len(wrong), 0,
+    record.check(f"{what} that are wrong", not wrong, len(wrong), 0,
                  blocklist={name: faults[:3] for name, faults in wrong.items()})  # fmt: skip
-    record.check("kernels not reached in time", not left, len(left), 0)
+    record.check(f"{what} not reached in time", not left, len(left), 0)
 
 
 def _forced_cases(kernel: native.KernelRecord, slots: int) -> Iterator[tuple[Product, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import lzma
 import os
 import subprocess
@@ -17,7 +18,7 @@ import torch
 
 from benchmarks.operands import Operands
 from benchmarks.running import Provider
-from moonpoly_ort import devices, native
+from moonpoly_ort import devices, native, packs
 
 PACKAGES = (
     "onnxruntime",
@@ -151,6 +152,20 @@ def unpacked(pack: Path, folder: Path) -> Path:
     target = folder / pack.stem
     target.write_bytes(lzma.decompress(pack.read_bytes()))
     return target
+
+
+def pack_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Path:
+    """The pack that `--pack` names, else the one that is found for the GPU `--device`; without
+    either the parser's error.
+    """
+    if arguments.pack is not None:
+        return Path(arguments.pack)
+    sm = architecture(arguments.device) or 90
+    found = packs.find_pack(sm)
+    if found is None:
+        parser.error(f"there is no pack for sm_{sm}: build one with `moonpoly pack`, or name one "
+                     "with --pack")  # fmt: skip
+    return found
 
 
 def architecture(ordinal: int) -> int | None:

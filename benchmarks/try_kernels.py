@@ -27,12 +27,11 @@ from moonpoly_ort.custom_ops.kernels.spec import name, small_specs
 
 from benchmarks import checks_kernels
 from benchmarks.bench_kernels import ORACLE_HEAD, Bench, Shape, read_shapes
-from benchmarks.machine import Setting, architecture, unpacked
+from benchmarks.machine import Setting, pack_of, unpacked
 from benchmarks.measuring import geometric_mean
 from benchmarks.recording import Recorder, plain, run_section, say
 from benchmarks.running import Provider
 from benchmarks.small_shapes import small_shapes
-from moonpoly_ort import packs
 
 # (N, K) of weights, and rows of activations, where tiles of the SMs' number and long K matter.
 WEIGHTS = (
@@ -174,11 +173,7 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not (arguments.only or arguments.set):
         parser.error("say which kernels are new: --only or --set")
-    if arguments.pack is None:
-        sm = architecture(arguments.device) or 90
-        arguments.pack = packs.find_pack(sm)
-        if arguments.pack is None:
-            parser.error(f"there is no pack for sm_{sm}: build one with `moonpoly pack`")
+    arguments.pack = pack_of(arguments, parser)
     return arguments
 
 
