@@ -7,9 +7,7 @@ result. The output is poisoned: each of its elements must be written, and nothin
 from __future__ import annotations
 
 import functools
-import tempfile
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from numpy.typing import NDArray
 
 from moonpoly_ort import devices, interpreter, native, packs
 from moonpoly_ort.errors import KernelMissingError, ProblemError
+from tests.catalogs import one_tile_a_block
 from tests.corpus.comparing import Precision, bound, relative_error
 
 Array = NDArray[Any]
@@ -38,16 +36,6 @@ GUARD = 64  # elements before and behind each operand that belong to somebody el
 @functools.cache
 def _catalog(sm: int) -> native.Pack:
     return native.Pack(packs.catalog(sm))
-
-
-@functools.cache
-def _one_tile_a_block(sm: int) -> native.Pack:
-    """Without persistent kernels, which fill the last wave by themselves, and without a table."""
-    kernels = [k for k in compiling.catalog_kernels(sm) if not k.spec.persistent]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"sm_{sm}.mpk"
-        pack_format.write_pack(path, sm, kernels, key="0" * 64, triton="none")
-        return native.Pack(path)
 
 
 @dataclass(frozen=True)
@@ -352,7 +340,7 @@ def test_two_regions_of_a_plan_make_the_whole(gpu: str, axis: str, case: Case) -
     size that the planner cuts along the axis."""
     device = devices.lookup(gpu)
     device.sm_count = 2
-    pack = _one_tile_a_block(device.sm)
+    pack = one_tile_a_block(device.sm)
     for more in range(0, 400, 8):
         setup = _set_up(replace(case, m=case.m + more * (axis != "n0"), n=case.n + more))
         plan = pack.plan(device, setup.problem)

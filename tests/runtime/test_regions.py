@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from test_planner import assert_covers_once, problem
 
 from moonpoly_ort import devices, native, packs
 from moonpoly_ort.native import PlanFlag
+from tests.catalogs import one_tile_a_block
 
 
 @cache
 def catalog(sm: int) -> native.Pack:
     return native.Pack(packs.catalog(sm))
-
-
-@cache
-def one_tile_a_block() -> native.Pack:
-    """The kernels of sm_90 of which each block computes one tile. Persistent ones, which fill the
-    last wave by themselves, leave two regions fewer products."""
-    kernels = [k for k in compiling.catalog_kernels(90) if not k.spec.persistent]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "sm_90.mpk"
-        pack_format.write_pack(path, 90, kernels, key="0" * 64, triton="none")
-        return native.Pack(path)
 
 
 def small_h200(sm_count: int = 6) -> native.Device:
@@ -107,7 +94,7 @@ def regions_us(plan: native.Plan) -> float:
 )
 def test_two_regions_cover_the_output_once(p: native.Problem, gpu: str, persistent: bool) -> None:
     device = small_h200() if gpu == "few SMs" else devices.lookup(gpu)
-    pack = catalog(device.sm) if persistent or device.sm != 90 else one_tile_a_block()
+    pack = catalog(device.sm) if persistent or device.sm != 90 else one_tile_a_block(90)
     plan = pack.plan(device, p)
     one = pack.plan(device, p, flags=PlanFlag.NO_REGIONS)
     assert plan.region_count <= 2
@@ -182,7 +169,7 @@ def test_slices_of_a_second_region_are_all_resident(
 
 def test_a_last_wave_is_filled_by_a_second_kernel() -> None:
     """384 tiles of 128x128 are 2.9 waves; 132 of 128x256 and 120 of 128x128 fill two."""
-    device, pack = devices.lookup("H200"), one_tile_a_block()
+    device, pack = devices.lookup("H200"), one_tile_a_block(90)
     p = problem(1500, 4096, 4096)
     plan = pack.plan(device, p)
     first, second = plan.regions
@@ -206,7 +193,7 @@ def test_without_early_launch_regions_run_one_after_another() -> None:
 
 def test_batch_entries_are_cut_at_whole_waves() -> None:
     """150 products of one 128x128 tile: a wave of 132, and 18 by smaller tiles."""
-    device, pack = devices.lookup("H200"), one_tile_a_block()
+    device, pack = devices.lookup("H200"), one_tile_a_block(90)
     p = problem(256, 128, 8192, batch=70, a_mod=70, b_mod=70)
     plan = pack.plan(device, p)
     assert plan.region_count == 2
@@ -216,7 +203,7 @@ def test_batch_entries_are_cut_at_whole_waves() -> None:
 
 def test_no_workspace_for_split_regions_is_shared() -> None:
     """Some two-region plan splits K in its second region, and its memory is its own."""
-    device, pack = devices.lookup("H200"), one_tile_a_block()
+    device, pack = devices.lookup("H200"), one_tile_a_block(90)
     split = [
         plan.regions[1]
         for m in range(1000, 5000, 104)
