@@ -23,7 +23,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from moonpoly_ort.custom_ops.kernels.spec import name, small_specs
+from moonpoly_ort.custom_ops.kernels.kernel_list import small_specs
+from moonpoly_ort.custom_ops.kernels.spec import name
 
 from benchmarks import checks_kernels
 from benchmarks.bench_kernels import ORACLE_HEAD, Bench, Shape, read_shapes

@@ -19,7 +19,8 @@ from filelock import FileLock
 from platformdirs import user_cache_dir
 
 from .custom_ops.kernels import compiling, pack_format
-from .custom_ops.kernels.spec import SHARED_LIMIT, name, specs
+from .custom_ops.kernels.kernel_list import specs
+from .custom_ops.kernels.spec import SHARED_LIMIT, name
 from .errors import DeviceError, MissingDependencyError, OutputError, PackError, TableError
 
 if TYPE_CHECKING:

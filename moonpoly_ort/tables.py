@@ -297,7 +297,8 @@ def cost_tables(sm: int, *, trial: bool = False) -> list[CostTable]:
     """The tables of an architecture as the pack builder takes them: one cost row per kernel of
     `specs(sm, trial=trial)`. Raises `TableError` as `cost_table` does.
     """
-    from .custom_ops.kernels.spec import name, specs
+    from .custom_ops.kernels.kernel_list import specs
+    from .custom_ops.kernels.spec import name
 
     names = [name(spec) for spec in specs(sm, trial=trial)]
     return [cost_table(table, names) for table in for_architecture(sm)]

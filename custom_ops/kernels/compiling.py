@@ -20,6 +20,7 @@ from typing import Any
 from moonpoly_ort.errors import MissingDependencyError, PackError
 
 from . import conv_compiling, loading
+from .kernel_list import specs
 from .pack_format import VERSION, Descriptor, PackedKernel, Param
 from .signature import PARAMETERS, launch_params
 from .spec import (
@@ -32,7 +33,6 @@ from .spec import (
     is_wide,
     left_is_k_major,
     name,
-    specs,
     why_illegal,
     ws_register_limit,
 )

@@ -1,5 +1,5 @@
-"""The convolution kernels of a pack, beside those of matrix products in `spec`. Imports neither
-Triton nor torch.
+"""The convolution kernels of a pack, beside those of matrix products in `kernel_list`. Imports
+neither Triton nor torch.
 
 A conv kernel's alignments: A is W, 16 where W is packed for the family (`mp_conv` says how), else
 the element size for W as it is stored; B and C are X and Y, in which nothing is aligned.

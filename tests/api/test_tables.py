@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moonpoly_ort.custom_ops.kernels.spec import name, specs
+from moonpoly_ort.custom_ops.kernels.kernel_list import specs
+from moonpoly_ort.custom_ops.kernels.spec import name
 
 from moonpoly_ort import OutputError, TableError, tables
 

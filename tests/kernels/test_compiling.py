@@ -11,6 +11,7 @@ import pytest
 import triton
 from moonpoly_ort.custom_ops.kernels import compiling, loading
 from moonpoly_ort.custom_ops.kernels.compiling import compile_spec, compile_specs, content_key
+from moonpoly_ort.custom_ops.kernels.kernel_list import specs
 from moonpoly_ort.custom_ops.kernels.pack_format import PackedKernel
 from moonpoly_ort.custom_ops.kernels.signature import PARAMETERS
 from moonpoly_ort.custom_ops.kernels.spec import (
@@ -21,7 +22,6 @@ from moonpoly_ort.custom_ops.kernels.spec import (
     estimated_resources,
     is_wide,
     name,
-    specs,
 )
 
 from moonpoly_ort.errors import MissingDependencyError, PackError
@@ -276,8 +276,8 @@ def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch, version: str
 
 def test_interpretation_of_all_of_triton_excludes_compilation() -> None:
     program = (
-        "from moonpoly_ort.custom_ops.kernels import compiling, spec\n"
-        "compiling.compile_spec(spec.specs(80)[0], 80)"
+        "from moonpoly_ort.custom_ops.kernels import compiling, kernel_list\n"
+        "compiling.compile_spec(kernel_list.specs(80)[0], 80)"
     )
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)

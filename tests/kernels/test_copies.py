@@ -11,7 +11,8 @@ from gemm_case import SENTINEL, TORCH, Buffer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moonpoly_ort.custom_ops.kernels import pack_format
-from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family, specs
+from moonpoly_ort.custom_ops.kernels.kernel_list import specs
+from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family
 
 from moonpoly_ort import devices, interpreter, native, packs
 from moonpoly_ort.errors import KernelMissingError, ProblemError

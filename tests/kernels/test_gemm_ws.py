@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moonpoly_ort.custom_ops.kernels.kernel_list import specs
 from moonpoly_ort.custom_ops.kernels.spec import (
     Dtype,
     Family,
@@ -19,7 +20,6 @@ from moonpoly_ort.custom_ops.kernels.spec import (
     Precision,
     interpreted,
     legal,
-    specs,
     why_illegal,
 )
 

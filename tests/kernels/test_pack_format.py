@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moonpoly_ort.custom_ops.kernels import pack_format
+from moonpoly_ort.custom_ops.kernels.kernel_list import specs
 from moonpoly_ort.custom_ops.kernels.pack_format import (
     COST,
     HEADER,
@@ -25,7 +26,6 @@ from moonpoly_ort.custom_ops.kernels.pack_format import (
     write_pack,
 )
 from moonpoly_ort.custom_ops.kernels.signature import launch_params
-from moonpoly_ort.custom_ops.kernels.spec import specs
 
 from moonpoly_ort.errors import PackError
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
-from moonpoly_ort.custom_ops.kernels.spec import KernelSpec, name, specs
+from moonpoly_ort.custom_ops.kernels.kernel_list import specs
+from moonpoly_ort.custom_ops.kernels.spec import KernelSpec, name
 
 from moonpoly_ort import packs
 from moonpoly_ort.errors import (
@@ -230,8 +231,8 @@ def test_a_second_builder_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -
     assert started.wait(30)
     program = (
         "from moonpoly_ort import packs\n"
-        "from moonpoly_ort.custom_ops.kernels import compiling, spec\n"
-        "packs.specs = compiling.specs = lambda sm, **_: spec.specs(sm)[-3:]\n"
+        "from moonpoly_ort.custom_ops.kernels import compiling, kernel_list\n"
+        "packs.specs = compiling.specs = lambda sm, **_: kernel_list.specs(sm)[-3:]\n"
         "packs._measured = lambda sm: []\n"
         "def never(*_, **__): raise SystemExit('built twice')\n"
         "compiling.compile_specs = never\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from moonpoly_ort.custom_ops.kernels import pack_format, spec
+from moonpoly_ort.custom_ops.kernels.kernel_list import small_specs, specs
 from moonpoly_ort.custom_ops.kernels.spec import (
     SHARED_LIMIT,
     Dtype,
@@ -18,8 +19,6 @@ from moonpoly_ort.custom_ops.kernels.spec import (
     accepts,
     legal,
     name,
-    small_specs,
-    specs,
     why_illegal,
 )
 
@@ -184,7 +183,7 @@ def test_what_a_kernel_does_not_accept() -> None:
 def test_the_list_needs_neither_triton_nor_torch() -> None:
     program = (
         "import sys; sys.modules['triton'] = sys.modules['torch'] = None\n"
-        "from moonpoly_ort.custom_ops.kernels import compiling, pack_format, spec\n"
+        "from moonpoly_ort.custom_ops.kernels import compiling, pack_format\n"
         "pack_format.encode(90, compiling.catalog_kernels(90), key='0' * 64, triton='none')"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
-from moonpoly_ort.custom_ops.kernels.spec import name, specs
+from moonpoly_ort.custom_ops.kernels.kernel_list import specs
+from moonpoly_ort.custom_ops.kernels.spec import name
 
 from moonpoly_ort import devices, errors, native, packs, tables
 from moonpoly_ort.tuning import (
