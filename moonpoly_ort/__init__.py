@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TableError,
     )
     from .explaining import NodePlan, explain
+    from .graph_cache import GraphLimits
     from .native import library_path
     from .rewriting import RewriteResult, list_rules, rewrite
     from .session import InferenceSession, register
@@ -43,6 +44,7 @@ __all__ = [  # noqa: RUF022 - grouped: what one does, what one gets, what can go
     "register",
     "explain",
     "library_path",
+    "GraphLimits",
     "NodePlan",
     "RewriteResult",
     "MoonPolyError",
@@ -68,6 +70,7 @@ _HOME = {
     "InferenceSession": "session",
     "register": "session",
     "explain": "explaining",
+    "GraphLimits": "graph_cache",
     "NodePlan": "explaining",
     "library_path": "native",
 }

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import dependencies, native
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
+from .graph_cache import CUDA, GraphCache, GraphLimits, Places
+from .graph_runs import ENABLE, GraphRuns, capturing, is_refusal
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import PackInfo
@@ -29,7 +31,6 @@ ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 Backend = Literal["auto", "cuda", "interpreter"]
 Precision = Literal["tf32", "ieee"]
 
-CUDA = "CUDAExecutionProvider"
 INTERPRETED_SM = 90  # the richest kernel list
 FOLDER = "session.model_external_initializers_file_folder_path"
 FORMAT = "session.load_model_format"
@@ -245,10 +246,11 @@ class _Request(NamedTuple):
     rewrite: bool
     pack: str | os.PathLike[str] | None
     vendor: bool | None
+    graphs: GraphLimits | None
     kwargs: dict[str, Any]
 
 
-class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
+class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
     """`onnxruntime.InferenceSession` with the model's matrix products on MoonPoly's kernels.
 
     Takes what the base class takes and returns what it returns. The keyword arguments below are
@@ -260,6 +262,10 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
     Args:
         backend, precision, pack, vendor: as for `register`.
         rewrite: False loads the model as it is (for one that is already rewritten).
+        cuda_graphs: how many CUDA graphs to keep, or their limits in full; 0 for none. A shape of
+            inputs that is seen again is captured, and replayed from then on. Runs then take place
+            one at a time, in all threads; models that ONNX Runtime cannot capture run without, as a
+            warning says.
 
     Attributes:
         moonpoly_report: the report of the rewrite, None where nothing was rewritten.
@@ -282,10 +288,12 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         rewrite: bool = True,
         pack: str | os.PathLike[str] | None = None,
         vendor: bool | None = None,
+        cuda_graphs: int | GraphLimits = 0,
         **kwargs: Any,
     ) -> None:
+        graphs = GraphLimits.of(cuda_graphs)
         self._request = _Request(
-            path_or_bytes, sess_options, backend, precision, rewrite, pack, vendor, kwargs
+            path_or_bytes, sess_options, backend, precision, rewrite, pack, vendor, graphs, kwargs
         )
         self._start(providers, provider_options)
 
@@ -298,7 +306,7 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         self._start(providers, provider_options)
 
     def _start(self, providers: Any, provider_options: Any) -> None:
-        _, _, backend, precision, _, pack, vendor, _ = self._request
+        _, _, backend, precision, _, pack, vendor, _, _ = self._request
         device_id = _cuda_device(providers, provider_options, self._request.options)
         if backend == "cuda" and device_id is None:
             raise ArgumentError(
@@ -341,9 +349,7 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
                 model, folder, self.moonpoly_report = _rewritten(source)
             try:
                 with _external_data_in(options, folder, restore=given is not None):
-                    super().__init__(
-                        model, options, providers, provider_options, **self._request.kwargs
-                    )
+                    self._create(model, options, providers, provider_options)
             except Exception as error:
                 if untouched and _no_kernel(error):
                     raise RegistrationError(
@@ -356,6 +362,37 @@ class InferenceSession(ort.InferenceSession):  # type: ignore[misc]
         if model is not source:  # the base class keeps it for set_providers, which is ours
             self._model_bytes = None
             self._model_path = None if isinstance(source, bytes) else os.fspath(source)
+
+    def _create(self, model: Any, options: Any, providers: Any, provider_options: Any) -> None:
+        """The base class's session, with CUDA graphs where they are asked for and can be had."""
+        limits, kwargs = self._request.graphs, self._request.kwargs
+        self._graphs = None
+        device_id = _cuda_device(providers, provider_options, options)
+        if limits is None or device_id is None:
+            if limits is not None:
+                _say_once(f"no CUDA graphs: {CUDA} is not among the providers.")
+            super().__init__(model, options, providers, provider_options, **kwargs)
+            return
+        try:
+            with_capture = capturing(providers, provider_options)
+            super().__init__(model, options, with_capture, None, **kwargs)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            log.warning("no CUDA graphs for this model, it runs without: %s", error)
+            super().__init__(model, options, providers, provider_options, **kwargs)
+            return
+        if self.get_provider_options().get(CUDA, {}).get(ENABLE) != "1":
+            return  # onnxruntime fell back to other providers, as it has said
+        places = Places.of(self, device_id)
+        if places is None:
+            log.warning(
+                "no CUDA graphs: onnxruntime %s does not tell which inputs are read on the host",
+                ort.__version__,
+            )
+            super().__init__(model, options, providers, provider_options, **kwargs)
+            return
+        self._graphs = GraphCache(places, limits)
 
 
 def _cuda_device(providers: Any, provider_options: Any, options: Any) -> int | None:

@@ -1,0 +1,437 @@
+"""CUDA graphs over shapes: a graph for every shape that repeats, the least recently used dropped.
+
+ONNX Runtime captures a run under an id (provider option `enable_cuda_graph`, run config entry
+`gpu_graph_id`) and replays it when a run has that id again; -1 does neither. What that leaves to
+its user decides how this file is written:
+
+* A graph reads and writes the addresses it was captured with. Each has buffers of its own here,
+  which inputs are copied into and outputs out of.
+* Graphs belong to the thread that captured them, and all threads of such a session share one
+  stream, on which nothing else may be queued during a capture. So all runs of the session take
+  place on one thread of ours, one after the other; handing a run over costs 18 us.
+* What kernels read on the host (the sizes of a Reshape, say) is part of the graph. Inputs that ONNX
+  Runtime keeps on the host are part of the key, byte for byte.
+* Intermediate results lie in the arena, where other runs may use the same memory between two
+  replays. Nothing but a run may therefore hold arena memory: results are copied out before a run
+  ends, and the calls that leave them in the arena are refused (`graph_runs.py`).
+* The CUDA provider keeps a graph until its session ends, whatever is asked of it. A dropped
+  graph gives back its buffers and its id is never used again; how many are captured over the
+  life of a session is bounded too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from . import dependencies
+from .errors import ArgumentError
+
+ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
+
+CUDA = "CUDAExecutionProvider"
+GRAPH_ID = "gpu_graph_id"
+NO_GRAPH = -1
+HOST_BYTES = 1024  # of one input that is read on the host: sizes and axes, not data
+REMEMBERED = 64  # shapes seen without a graph that are remembered, for each graph allowed
+PATIENCE = 3  # captures that may fail in a row
+
+log = logging.getLogger("moonpoly_ort")
+
+
+@dataclass(frozen=True)
+class GraphLimits:
+    """How much CUDA graphs may take.
+
+    Args:
+        graphs: at most so many at a time, one for each set of input shapes.
+        buffer_bytes: of GPU memory for their inputs and outputs, together. Intermediate results
+            take none: they lie where those of other runs lie.
+        captures: over the life of the session, since ONNX Runtime's CUDA provider keeps what was
+            captured (some hundred kilobytes each) until the session ends; by default 8 for
+            each graph. When they are used up, the graphs that are there stay.
+
+    Raises:
+        ArgumentError: a limit is not a positive number.
+    """
+
+    graphs: int = 8
+    buffer_bytes: int = 256 << 20
+    captures: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("graphs", "buffer_bytes", "captures"):
+            value = getattr(self, name)
+            if name == "captures" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"GraphLimits: {name} = {value!r}; accepted: 1 and more")
+
+    @staticmethod
+    def of(wanted: int | GraphLimits) -> GraphLimits | None:
+        """The limits that a session's `cuda_graphs` stands for; None where it is 0."""
+        if isinstance(wanted, GraphLimits):
+            return wanted
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+            raise ArgumentError(
+                f"cuda_graphs = {wanted!r}; accepted: 0 (none), the number of graphs to keep, or a "
+                "moonpoly_ort.GraphLimits"
+            )
+        return GraphLimits(graphs=wanted) if wanted else None
+
+
+@dataclass
+class _Live:
+    graph_id: int
+    size: int  # bytes of its buffers
+    used: int  # the run that used it last
+
+
+class Policy:
+    """Which shapes have a graph. Knows keys, sizes and ids, and nothing of ONNX Runtime.
+
+    A shape gets a graph when it is seen the second time. Where one must be dropped for it, the
+    least recently used goes, but only if it was not used since the shape was last seen: many
+    shapes that take turns would otherwise capture at every run and replay at none.
+    """
+
+    def __init__(self, limits: GraphLimits) -> None:
+        self.limits = limits
+        self.captures = 0  # and the last id given out: ids begin with 1, 0 is ONNX Runtime's own
+        self.size = 0  # bytes, of all graphs
+        self._runs = 0
+        self._failed = 0  # captures, in a row
+        self._live: OrderedDict[Hashable, _Live] = OrderedDict()  # least recently used first
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()  # to the run that saw it last
+
+    @property
+    def budget(self) -> int:
+        """Captures over the life of the session."""
+        return self.limits.captures or 8 * self.limits.graphs
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the graphs there are, the least recently used first."""
+        return [live.graph_id for live in self._live.values()]
+
+    def find(self, key: Hashable) -> int | None:
+        """The id of this shape's graph; a run begins with this question."""
+        self._runs += 1
+        live = self._live.get(key)
+        if live is None:
+            return None
+        live.used = self._runs
+        self._live.move_to_end(key)
+        return live.graph_id
+
+    def repeats(self, key: Hashable) -> bool:
+        """Whether the shape was seen before."""
+        return key in self._seen
+
+    def note(self, key: Hashable) -> None:
+        """The shape ran without a graph."""
+        self._seen[key] = self._runs
+        self._seen.move_to_end(key)
+        while len(self._seen) > REMEMBERED * self.limits.graphs:
+            self._seen.popitem(last=False)
+
+    def admit(self, key: Hashable, size: int) -> tuple[int, list[int]] | None:
+        """The id of a graph with buffers of `size` bytes, and the ids to drop; None: no graph."""
+        if key not in self._seen or key in self._live or size > self.limits.buffer_bytes:
+            return None
+        if self.captures >= self.budget or self._failed >= PATIENCE:
+            return None
+        victims, left, total = [], len(self._live), self.size + size
+        for name, live in self._live.items():
+            if left < self.limits.graphs and total <= self.limits.buffer_bytes:
+                break
+            if live.used > self._seen[key]:
+                return None
+            victims.append(name)
+            left, total = left - 1, total - live.size
+        dropped = [self._live.pop(name).graph_id for name in victims]
+        for name in victims:  # as good as seen in this run: it may come back
+            self.note(name)
+        self.captures += 1
+        self.size = total
+        self._live[key] = _Live(self.captures, size, self._runs)
+        del self._seen[key]
+        return self.captures, dropped
+
+    def captured(self) -> None:
+        self._failed = 0
+
+    def failed(self, key: Hashable) -> bool:
+        """The graph just admitted could not be captured. Whether none will be tried any more."""
+        self.size -= self._live.pop(key).size
+        self._failed += 1
+        return self._failed >= PATIENCE
+
+
+class Worker:
+    """The thread that all runs of a session take place on; it ends with the worker object."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_work, args=(self._jobs,), name="moonpoly-cuda-graphs", daemon=True
+        )
+        thread.start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns or raises, there."""
+        job = _Job(function, arguments)
+        self._jobs.put(job)
+        job.done.acquire()
+        if job.error is not None:
+            try:
+                raise job.error
+            finally:
+                job.error = None  # a cycle: the traceback knows this frame
+        return job.result
+
+
+class _Job:
+    __slots__ = ("arguments", "done", "error", "function", "result")
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function, self.arguments = function, arguments
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        try:
+            job.result = job.function(*job.arguments)
+        except BaseException as error:
+            job.error = error
+        job.done.release()
+        del job  # it holds the session, which must not live until the next run
+
+
+def run_options(graph_id: int) -> Any:
+    options = ort.RunOptions()
+    options.add_run_config_entry(GRAPH_ID, str(graph_id))
+    return options
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a session's tensors lie: the device of its buffers, and what is kept on the host."""
+
+    device: str  # as OrtValue names it
+    device_id: int
+    host_inputs: frozenset[str]
+    host_outputs: frozenset[str]
+
+    @staticmethod
+    def of(session: Any, device_id: int) -> Places | None:
+        """None where this onnxruntime cannot tell."""
+        try:
+            sides = (
+                (session.get_inputs(), session.get_input_memory_infos()),
+                (session.get_outputs(), session.get_output_memory_infos()),
+            )
+        except AttributeError:
+            return None
+        on_host = [
+            frozenset(
+                meta.name for meta, info in zip(*side, strict=True) if info.name.lower() != "cuda"
+            )
+            for side in sides
+        ]
+        return Places("cuda", device_id, *on_host)
+
+    def buffer(self, shape: Sequence[int], dtype: np.dtype[Any], on_host: bool) -> Any:
+        """An OrtValue outside of the session's arena."""
+        place = ("cpu", 0) if on_host else (self.device, self.device_id)
+        return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype.type, *place)
+
+
+class Captured:
+    """A graph: its buffers, bound, and the id that ONNX Runtime has it under."""
+
+    def __init__(
+        self,
+        session: Any,
+        places: Places,
+        graph_id: int,
+        inputs: Mapping[str, np.ndarray],
+        outputs: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]],
+    ) -> None:
+        self._options = run_options(graph_id)
+        self._binding = session.io_binding()
+        self._inputs, self._outputs = {}, []
+        for name, array in inputs.items():
+            on_host = name in places.host_inputs
+            buffer = places.buffer(array.shape, array.dtype, on_host)
+            self._binding.bind_ortvalue_input(name, buffer)
+            self._inputs[name] = buffer
+        for name, (shape, dtype) in outputs.items():
+            buffer = places.buffer(shape, dtype, name in places.host_outputs)
+            self._binding.bind_ortvalue_output(name, buffer)
+            self._outputs.append(buffer)
+
+    def run(self, plain: Any, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Captures (the first time) and replays; returns copies of the outputs."""
+        for name, array in inputs.items():
+            # Complete when it returns: ONNX Runtime waits for the copy, and its own stream would
+            # not.
+            self._inputs[name].update_inplace(np.ascontiguousarray(array))
+        plain.run_with_iobinding(self._binding, self._options)
+        # From the device `numpy` copies; from the host it is a view of the buffer.
+        return [
+            value.numpy().copy() if value.device_name() == "cpu" else value.numpy()
+            for value in self._outputs
+        ]
+
+
+class GraphCache:
+    """The graphs of one session, and the thread that its runs take place on.
+
+    It does not know the session, which holds it: `plain` in the methods is the session as
+    onnxruntime's own class sees it, with `run` and `run_with_iobinding`.
+    """
+
+    def __init__(self, places: Places, limits: GraphLimits) -> None:
+        self.policy = Policy(limits)
+        self.places = places
+        self._worker = Worker()
+        self._eager = run_options(NO_GRAPH)
+        self._graphs: dict[int, Captured] = {}
+        self._bound: dict[int, Any] = {}  # run options of graphs in the user's own memory
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs something else of the session in its turn; it must not capture."""
+        return self._worker.call(function, *arguments)
+
+    def run(self, session: Any, plain: Any, names: Sequence[str], feeds: Mapping[str, Any]) -> Any:
+        """As `onnxruntime.InferenceSession.run`, by a graph where there is one."""
+        return self._worker.call(self._run, session, plain, names, feeds)
+
+    def run_bound(self, session: Any, plain: Any, binding: Any, key: Hashable) -> None:
+        """A run whose tensors the user bound: `key` has their addresses, so that any binding of the
+        same memory shares a graph.
+        """
+        self._worker.call(self._run_bound, session, plain, binding, key)
+
+    def _run_bound(self, session: Any, plain: Any, binding: Any, key: Hashable) -> None:
+        graph_id = self.policy.find(key)
+        if graph_id is not None:
+            plain.run_with_iobinding(binding, self._bound[graph_id])
+            return None
+        plain.run_with_iobinding(binding, self._eager)
+        if self.policy.repeats(key):
+            admitted = self.policy.admit(key, 0)
+            if admitted is not None:
+                options = run_options(admitted[0])
+                attempt = partial(plain.run_with_iobinding, binding, options)
+                if self._attempt(session, key, admitted, attempt):
+                    self._bound[admitted[0]] = options
+                return None
+        return self.policy.note(key)
+
+    def _run(self, session: Any, plain: Any, names: Sequence[str], feeds: Mapping[str, Any]) -> Any:
+        key = self._key(names, feeds)
+        if key is None:
+            return plain.run(names, feeds, self._eager)
+        graph_id = self.policy.find(key)
+        if graph_id is not None:
+            return self._graphs[graph_id].run(plain, feeds)
+        outputs = plain.run(names, feeds, self._eager)
+        if self.policy.repeats(key):
+            self._capture(session, plain, key, dict(zip(names, outputs, strict=True)), feeds)
+        else:
+            self.policy.note(key)
+        return outputs
+
+    def _capture(
+        self,
+        session: Any,
+        plain: Any,
+        key: Hashable,
+        outputs: Mapping[str, Any],
+        feeds: Mapping[str, np.ndarray],
+    ) -> None:
+        """Captures the run whose outputs these are, if it may have a graph."""
+        if any(not isinstance(value, np.ndarray) or not value.size for value in outputs.values()):
+            return self.policy.note(key)
+        size = sum(math.prod(value.shape) * value.dtype.itemsize
+                   for value in (*feeds.values(), *outputs.values()))  # fmt: skip
+        admitted = self.policy.admit(key, size)
+        if admitted is None:
+            return self.policy.note(key)
+        shapes = {name: (value.shape, value.dtype) for name, value in outputs.items()}
+
+        def attempt() -> None:
+            graph = Captured(session, self.places, admitted[0], feeds, shapes)
+            graph.run(plain, feeds)
+            self._graphs[admitted[0]] = graph
+
+        self._attempt(session, key, admitted, attempt)
+        return None
+
+    def _attempt(
+        self,
+        session: Any,
+        key: Hashable,
+        admitted: tuple[int, list[int]],
+        attempt: Callable[[], None],
+    ) -> bool:
+        """Drops what had to go, then captures; whether that went well."""
+        graph_id, dropped = admitted
+        for old in dropped:
+            self._drop(session, old)
+        try:
+            attempt()
+        except Exception as error:  # onnxruntime has no common base for its errors
+            self._drop(session, graph_id)
+            given_up = self.policy.failed(key)
+            log.warning(
+                "a CUDA graph could not be captured, the run went on without%s: %s",
+                f"; after {PATIENCE} such failures none is tried any more" if given_up else "",
+                error,
+            )
+            self.policy.note(key)
+            return False
+        self.policy.captured()
+        return True
+
+    def _drop(self, session: Any, graph_id: int) -> None:
+        self._graphs.pop(graph_id, None)
+        self._bound.pop(graph_id, None)
+        # From 1.32 on; the CUDA provider so far takes no notice.
+        release = getattr(session, "release_captured_graph", None)
+        if release is not None:
+            release(graph_id)
+
+    def _key(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Hashable | None:
+        """What two runs must have in common to share a graph; None: it takes no part."""
+        parts: list[Hashable] = [tuple(names)]
+        for name in sorted(feeds):
+            value = feeds[name]
+            if not isinstance(value, np.ndarray) or not value.size or not value.dtype.isnative:
+                return None
+            if value.dtype.kind not in "biuf":
+                return None
+            content = None
+            if name in self.places.host_inputs:
+                if value.nbytes > HOST_BYTES:
+                    return None
+                content = value.tobytes()
+            parts.append((name, value.dtype.char, value.shape, content))
+        return tuple(parts)
