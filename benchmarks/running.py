@@ -81,6 +81,7 @@ def our_session(
     provider: Provider,
     options: ort.SessionOptions | None = None,
     precision: Precision = "tf32",
+    cuda_graphs: int | moonpoly_ort.GraphLimits = 0,
     **provider_options: str,
 ) -> ort.InferenceSession:
     """`moonpoly_ort.InferenceSession`: the model is rewritten, and on CUDA the library registered.
@@ -92,6 +93,7 @@ def our_session(
     return moonpoly_ort.InferenceSession(
         source, options or session_options(), providers=provider.listed(**provider_options),
         backend="cuda" if provider.is_cuda else "auto", precision=precision, pack=provider.pack,
+        cuda_graphs=cuda_graphs if provider.is_cuda else 0,
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ import onnxruntime as ort
 from benchmarks import (
     checks_conv,
     checks_execution,
+    checks_graphs,
     checks_kernels,
     checks_models,
     checks_sanitizer,
@@ -51,6 +52,7 @@ SECTIONS: dict[str, tuple[Work, float]] = {
     "threads": (checks_execution.threads, 40),
     "chain": (checks_execution.chain, 60),
     "cuda_graph": (checks_execution.cuda_graph, 30),
+    "graphs": (checks_graphs.graphs, 40),
     "bert": (checks_models.bert, 100),
     "times": (checks_execution.times, 40),
     "conv_kernels": (checks_conv.kernels, 60),

@@ -1,6 +1,6 @@
 """Runs a model over a folder of .npz files of any shapes and writes one .npz of outputs for each.
 
-python examples/batch_inference.py model.onnx inputs/ outputs/
+python examples/batch_inference.py model.onnx inputs/ outputs/ [--cuda-graphs 8]
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ def main() -> None:
         "inputs", type=Path, help="folder of .npz files, arrays named as the model's inputs"
     )
     parser.add_argument("outputs", type=Path, help="folder for the results, made if missing")
+    parser.add_argument(
+        "--cuda-graphs", type=int, default=0, metavar="N",
+        help="keep N shapes that come again as CUDA graphs (see docs/cuda_graphs.md)",
+    )  # fmt: skip
     arguments = parser.parse_args()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 
@@ -31,7 +35,9 @@ def main() -> None:
     available = onnxruntime.get_available_providers()
     wanted = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     session = moonpoly_ort.InferenceSession(
-        arguments.model, providers=[name for name in wanted if name in available]
+        arguments.model,
+        providers=[name for name in wanted if name in available],
+        cuda_graphs=arguments.cuda_graphs,
     )
     names = [output.name for output in session.get_outputs()]
     arguments.outputs.mkdir(parents=True, exist_ok=True)

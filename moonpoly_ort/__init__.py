@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         TableError,
     )
     from .explaining import NodePlan, explain
-    from .graph_cache import GraphLimits
+    from .graph_policy import GraphLimits
     from .native import library_path
     from .rewriting import RewriteResult, list_rules, rewrite
     from .session import InferenceSession, register
@@ -70,7 +70,7 @@ _HOME = {
     "InferenceSession": "session",
     "register": "session",
     "explain": "explaining",
-    "GraphLimits": "graph_cache",
+    "GraphLimits": "graph_policy",
     "NodePlan": "explaining",
     "library_path": "native",
 }

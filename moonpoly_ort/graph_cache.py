@@ -9,6 +9,10 @@ its user decides how this file is written:
 * Graphs belong to the thread that captured them, and all threads of such a session share one
   stream, on which nothing else may be queued during a capture. So all runs of the session take
   place on one thread of ours, one after the other; handing a run over costs 18 us.
+* While one thread captures, CUDA refuses some calls of every other thread of the process (to
+  allocate, to copy and wait), and such a call spoils the capture. `Gate` keeps the sessions of this
+  package with graphs apart; it cannot keep others away, so that a capture may fail and is tried
+  again.
 * What kernels read on the host (the sizes of a Reshape, say) is part of the graph. Inputs that ONNX
   Runtime keeps on the host are part of the key, byte for byte.
 * Intermediate results lie in the arena, where other runs may use the same memory between two
@@ -26,8 +30,9 @@ import math
 import queue
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from . import dependencies
-from .errors import ArgumentError
+from .graph_policy import PATIENCE, GraphLimits, Policy
 
 ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
@@ -43,139 +48,55 @@ CUDA = "CUDAExecutionProvider"
 GRAPH_ID = "gpu_graph_id"
 NO_GRAPH = -1
 HOST_BYTES = 1024  # of one input that is read on the host: sizes and axes, not data
-REMEMBERED = 64  # shapes seen without a graph that are remembered, for each graph allowed
-PATIENCE = 3  # captures that may fail in a row
 
 log = logging.getLogger("moonpoly_ort")
 
 
-@dataclass(frozen=True)
-class GraphLimits:
-    """How much CUDA graphs may take.
+class Gate:
+    """Captures take place alone in the process, anything else beside one another."""
 
-    Args:
-        graphs: at most so many at a time, one for each set of input shapes.
-        buffer_bytes: of GPU memory for their inputs and outputs, together. Intermediate results
-            take none: they lie where those of other runs lie.
-        captures: over the life of the session, since ONNX Runtime's CUDA provider keeps what was
-            captured (some hundred kilobytes each) until the session ends; by default 8 for
-            each graph. When they are used up, the graphs that are there stay.
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside: Counter[int] = Counter()  # how often each thread is
+        self._captures = 0  # waiting or in progress
 
-    Raises:
-        ArgumentError: a limit is not a positive number.
-    """
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._changed:
+            # A thread that is inside already (a run that makes its session anew) must not wait for
+            # a capture that waits for it.
+            while self._captures and me not in self._inside:
+                self._changed.wait()
+            self._inside[me] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside[me] -= 1
+                if not self._inside[me]:
+                    del self._inside[me]
+                if self._captures:
+                    self._changed.notify_all()
 
-    graphs: int = 8
-    buffer_bytes: int = 256 << 20
-    captures: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("graphs", "buffer_bytes", "captures"):
-            value = getattr(self, name)
-            if name == "captures" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"GraphLimits: {name} = {value!r}; accepted: 1 and more")
-
-    @staticmethod
-    def of(wanted: int | GraphLimits) -> GraphLimits | None:
-        """The limits that a session's `cuda_graphs` stands for; None where it is 0."""
-        if isinstance(wanted, GraphLimits):
-            return wanted
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
-            raise ArgumentError(
-                f"cuda_graphs = {wanted!r}; accepted: 0 (none), the number of graphs to keep, or a "
-                "moonpoly_ort.GraphLimits"
-            )
-        return GraphLimits(graphs=wanted) if wanted else None
-
-
-@dataclass
-class _Live:
-    graph_id: int
-    size: int  # bytes of its buffers
-    used: int  # the run that used it last
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Not from inside of `run`."""
+        with self._changed:
+            while self._captures:
+                self._changed.wait()
+            self._captures = 1
+            while self._inside:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._captures = 0
+                self._changed.notify_all()
 
 
-class Policy:
-    """Which shapes have a graph. Knows keys, sizes and ids, and nothing of ONNX Runtime.
-
-    A shape gets a graph when it is seen the second time. Where one must be dropped for it, the
-    least recently used goes, but only if it was not used since the shape was last seen: many
-    shapes that take turns would otherwise capture at every run and replay at none.
-    """
-
-    def __init__(self, limits: GraphLimits) -> None:
-        self.limits = limits
-        self.captures = 0  # and the last id given out: ids begin with 1, 0 is ONNX Runtime's own
-        self.size = 0  # bytes, of all graphs
-        self._runs = 0
-        self._failed = 0  # captures, in a row
-        self._live: OrderedDict[Hashable, _Live] = OrderedDict()  # least recently used first
-        self._seen: OrderedDict[Hashable, int] = OrderedDict()  # to the run that saw it last
-
-    @property
-    def budget(self) -> int:
-        """Captures over the life of the session."""
-        return self.limits.captures or 8 * self.limits.graphs
-
-    @property
-    def ids(self) -> list[int]:
-        """Of the graphs there are, the least recently used first."""
-        return [live.graph_id for live in self._live.values()]
-
-    def find(self, key: Hashable) -> int | None:
-        """The id of this shape's graph; a run begins with this question."""
-        self._runs += 1
-        live = self._live.get(key)
-        if live is None:
-            return None
-        live.used = self._runs
-        self._live.move_to_end(key)
-        return live.graph_id
-
-    def repeats(self, key: Hashable) -> bool:
-        """Whether the shape was seen before."""
-        return key in self._seen
-
-    def note(self, key: Hashable) -> None:
-        """The shape ran without a graph."""
-        self._seen[key] = self._runs
-        self._seen.move_to_end(key)
-        while len(self._seen) > REMEMBERED * self.limits.graphs:
-            self._seen.popitem(last=False)
-
-    def admit(self, key: Hashable, size: int) -> tuple[int, list[int]] | None:
-        """The id of a graph with buffers of `size` bytes, and the ids to drop; None: no graph."""
-        if key not in self._seen or key in self._live or size > self.limits.buffer_bytes:
-            return None
-        if self.captures >= self.budget or self._failed >= PATIENCE:
-            return None
-        victims, left, total = [], len(self._live), self.size + size
-        for name, live in self._live.items():
-            if left < self.limits.graphs and total <= self.limits.buffer_bytes:
-                break
-            if live.used > self._seen[key]:
-                return None
-            victims.append(name)
-            left, total = left - 1, total - live.size
-        dropped = [self._live.pop(name).graph_id for name in victims]
-        for name in victims:  # as good as seen in this run: it may come back
-            self.note(name)
-        self.captures += 1
-        self.size = total
-        self._live[key] = _Live(self.captures, size, self._runs)
-        del self._seen[key]
-        return self.captures, dropped
-
-    def captured(self) -> None:
-        self._failed = 0
-
-    def failed(self, key: Hashable) -> bool:
-        """The graph just admitted could not be captured. Whether none will be tried any more."""
-        self.size -= self._live.pop(key).size
-        self._failed += 1
-        return self._failed >= PATIENCE
+gate = Gate()
 
 
 class Worker:
@@ -317,7 +238,11 @@ class GraphCache:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs something else of the session in its turn; it must not capture."""
-        return self._worker.call(function, *arguments)
+        return self._worker.call(self._call, function, *arguments)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        with gate.run():
+            return function(*arguments)
 
     def run(self, session: Any, plain: Any, names: Sequence[str], feeds: Mapping[str, Any]) -> Any:
         """As `onnxruntime.InferenceSession.run`, by a graph where there is one."""
@@ -331,10 +256,11 @@ class GraphCache:
 
     def _run_bound(self, session: Any, plain: Any, binding: Any, key: Hashable) -> None:
         graph_id = self.policy.find(key)
+        options = self._eager if graph_id is None else self._bound[graph_id]
+        with gate.run():
+            plain.run_with_iobinding(binding, options)
         if graph_id is not None:
-            plain.run_with_iobinding(binding, self._bound[graph_id])
             return None
-        plain.run_with_iobinding(binding, self._eager)
         if self.policy.repeats(key):
             admitted = self.policy.admit(key, 0)
             if admitted is not None:
@@ -347,12 +273,13 @@ class GraphCache:
 
     def _run(self, session: Any, plain: Any, names: Sequence[str], feeds: Mapping[str, Any]) -> Any:
         key = self._key(names, feeds)
+        graph_id = None if key is None else self.policy.find(key)
+        with gate.run():
+            if graph_id is not None:
+                return self._graphs[graph_id].run(plain, feeds)
+            outputs = plain.run(names, feeds, self._eager)
         if key is None:
-            return plain.run(names, feeds, self._eager)
-        graph_id = self.policy.find(key)
-        if graph_id is not None:
-            return self._graphs[graph_id].run(plain, feeds)
-        outputs = plain.run(names, feeds, self._eager)
+            return outputs
         if self.policy.repeats(key):
             self._capture(session, plain, key, dict(zip(names, outputs, strict=True)), feeds)
         else:
@@ -394,20 +321,21 @@ class GraphCache:
     ) -> bool:
         """Drops what had to go, then captures; whether that went well."""
         graph_id, dropped = admitted
-        for old in dropped:
-            self._drop(session, old)
-        try:
-            attempt()
-        except Exception as error:  # onnxruntime has no common base for its errors
-            self._drop(session, graph_id)
-            given_up = self.policy.failed(key)
-            log.warning(
-                "a CUDA graph could not be captured, the run went on without%s: %s",
-                f"; after {PATIENCE} such failures none is tried any more" if given_up else "",
-                error,
-            )
-            self.policy.note(key)
-            return False
+        with gate.capture():
+            for old in dropped:
+                self._drop(session, old)
+            try:
+                attempt()
+            except Exception as error:  # onnxruntime has no common base for its errors
+                self._drop(session, graph_id)
+                given_up = self.policy.failed(key)
+                log.warning(
+                    "a CUDA graph could not be captured, the run went on without%s: %s",
+                    f"; after {PATIENCE} such failures none is tried any more" if given_up else "",
+                    error,
+                )
+                self.policy.note(key)
+                return False
         self.policy.captured()
         return True
 

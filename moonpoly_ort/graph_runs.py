@@ -107,6 +107,7 @@ class GraphBinding(ort.IOBinding):  # type: ignore[misc]
             ArgumentError: something is bound to memory that ONNX Runtime allocates.
         """
         parts: list[Hashable] = []
+        addresses: tuple[set[int], set[int]] = set(), set()  # of inputs, of outputs
         for (is_output, name), memory in sorted(self._memory.items(), key=lambda item: item[0]):
             on_host = name in (places.host_outputs if is_output else places.host_inputs)
             wanted = "cpu" if on_host else places.device
@@ -117,6 +118,7 @@ class GraphBinding(ort.IOBinding):  # type: ignore[misc]
                     f"with cuda_graphs takes memory that is there already, on {wanted!r} "
                     "(bind_ortvalue_input, bind_ortvalue_output, or an address). Or use run."
                 )
+            addresses[is_output].add(memory[3])
             content = None
             if on_host and not is_output:
                 value = self._values[is_output, name]
@@ -127,7 +129,8 @@ class GraphBinding(ort.IOBinding):  # type: ignore[misc]
                     return None
                 content = array.tobytes()
             parts.append((is_output, name, *memory, content))
-        return tuple(parts)
+        # A capture runs the model several times: results in an input's place would be its input.
+        return None if addresses[False] & addresses[True] else tuple(parts)
 
 
 def _memory_of(value: Any) -> tuple[str, str, tuple[int, ...], int]:

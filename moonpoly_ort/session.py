@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import dependencies, native
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
-from .graph_cache import CUDA, GraphCache, GraphLimits, Places
+from .graph_cache import CUDA, GraphCache, Places, gate
+from .graph_policy import GraphLimits
 from .graph_runs import ENABLE, GraphRuns, capturing, is_refusal
 
 if TYPE_CHECKING:
@@ -348,7 +349,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             if self._request.rewrite and not untouched and not _is_ort_format(source, options):
                 model, folder, self.moonpoly_report = _rewritten(source)
             try:
-                with _external_data_in(options, folder, restore=given is not None):
+                with _external_data_in(options, folder, restore=given is not None), gate.run():
                     self._create(model, options, providers, provider_options)
             except Exception as error:
                 if untouched and _no_kernel(error):

@@ -7,15 +7,17 @@ was bound then, whatever is bound later, and goes on with the values its host in
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 
-from moonpoly_ort.graph_cache import GraphCache, GraphLimits, Places
+from moonpoly_ort.graph_cache import GraphCache, Places
+from moonpoly_ort.graph_policy import GraphLimits
 from moonpoly_ort.graph_runs import GraphBinding, GraphRuns
 
 HOST_INPUT = "k"
@@ -36,6 +38,8 @@ def model() -> bytes:
 class Provider(ort.InferenceSession):  # type: ignore[misc]
     """What `enable_cuda_graph` makes of a session."""
 
+    running: ClassVar[list[bool]] = []  # in the process; whether each is a capture
+
     def __init__(self, source: bytes) -> None:
         super().__init__(source, providers=["CPUExecutionProvider"])
         self.captured: dict[tuple[int, int], dict[tuple[bool, str], Any]] = {}
@@ -44,11 +48,15 @@ class Provider(ort.InferenceSession):  # type: ignore[misc]
         self._busy = threading.Lock()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, captures: bool = False) -> Iterator[None]:
         assert self._busy.acquire(blocking=False), "two runs share the stream"
         try:
+            Provider.running.append(captures)
+            assert not (True in Provider.running and len(Provider.running) > 1), "CUDA error 900"
+            time.sleep(0)
             yield
         finally:
+            Provider.running.remove(captures)
             self._busy.release()
 
     def run(self, output_names: Any, input_feed: Any, run_options: Any = None) -> Any:
@@ -58,9 +66,9 @@ class Provider(ort.InferenceSession):  # type: ignore[misc]
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
         assert isinstance(iobinding, GraphBinding)
-        with self._alone():
-            graph_id = int(run_options.get_run_config_entry("gpu_graph_id"))
-            key = threading.get_ident(), graph_id
+        graph_id = int(run_options.get_run_config_entry("gpu_graph_id"))
+        key = threading.get_ident(), graph_id
+        with self._alone(captures=graph_id >= 0 and key not in self.captured):
             if key in self.captured:
                 self.replays += 1
                 return self._replay(self.captured[key])

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpoly_ort import ArgumentError, GraphLimits
-from moonpoly_ort.graph_cache import Policy
+from moonpoly_ort.graph_cache import Gate
+from moonpoly_ort.graph_policy import Policy
 
 
 def see(policy: Policy, key: object, size: int = 1) -> str:
@@ -171,6 +172,38 @@ def test_threads_take_turns_and_share_graphs(plain: ort.InferenceSession) -> Non
         list(pool.map(ask, range(4)))
     assert len(session.captured) == 4
     assert session.replays == 240 - 2 * 4
+
+
+def test_sessions_do_not_run_while_another_one_captures(plain: ort.InferenceSession) -> None:
+    sessions = [CapturingSession(GraphLimits(3, captures=1000)) for _ in range(3)]
+
+    def ask(me: int) -> None:
+        for i in range(120):  # the shapes in use change, so that captures go on
+            given_feed = feed(1 + i // 9 + i % 3, 1, i)
+            np.testing.assert_array_equal(
+                sessions[me].run(["y"], given_feed)[0], plain.run(["y"], given_feed)[0]
+            )
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(ask, range(3)))
+    assert all(len(session.captured) > 10 for session in sessions)
+
+
+def test_a_thread_inside_the_gate_passes_it_again_while_a_capture_waits() -> None:
+    gate, order = Gate(), []
+
+    def capture() -> None:
+        with gate.capture():
+            order.append("capture")
+
+    with gate.run():
+        thread = threading.Thread(target=capture)
+        thread.start()
+        thread.join(0.05)
+        with gate.run():
+            order.append("inner")
+    thread.join(5)
+    assert order == ["inner", "capture"]
 
 
 def test_a_capture_that_fails_leaves_a_plain_run(
