@@ -82,5 +82,5 @@ OUTER = (
     OuterTile(32, 128, 8, "fi"),
     OuterTile(64, 128, 8, "hfit"),
     OuterTile(64, 128, 16, "fit"),
-    OuterTile(64, 128, 32, "it"),
+    OuterTile(64, 128, 24, "it"),
 )

@@ -68,7 +68,7 @@ constexpr double kCrowding = 0.52;
 // Outer products, whose operands go straight to registers: clocks of an SM for each line of B that
 // a warp loads and each element of A, the share of the multipliers' rate that is left, a block's
 // start and end without a pipeline to fill, and the bytes of Y that leave. Not fitted.
-constexpr double kLineClocks = 2;
+constexpr double kLineClocks = 1.5;
 constexpr double kRegisterFmaShare = 0.8;
 constexpr double kShallowBlockClocks = 1300;
 constexpr double kShallowStoreBytesPerClock = 28;

@@ -134,7 +134,7 @@ def test_fp32_is_not_rounded_for_a_tensor_core(spec: KernelSpec) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"bk": 3}, "bk = 3"),
+        ({"bk": 0}, "bk = 0"),
         ({"bk": 64}, "bk = 64"),
         ({"bm": 8}, "8x32 outputs"),
         ({"bn": 48}, "16x48 outputs"),
