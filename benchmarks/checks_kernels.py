@@ -112,6 +112,8 @@ def _forced_cases(kernel: native.KernelRecord, slots: int) -> Iterator[tuple[Pro
             (37, 131, bk * (split + 1) - 1),
             (bm * (kernel.group_m + 1) + 1, bn + 1, bk * split + 5),
         ]
+        if kernel.family == native.Family.GEMM_SHALLOW:
+            shapes = [(m, n, min(k, bk)) for m, n, k in shapes] + [(bm + 1, bn, bk // 2 + 1)]
         if kernel.split_k and split != SPLITS[0]:
             shapes = shapes[:2]
         elif kernel.persistent and not kernel.sliced:  # more tiles than blocks, and not a multiple
@@ -127,7 +129,8 @@ def _forced_cases(kernel: native.KernelRecord, slots: int) -> Iterator[tuple[Pro
                 alpha=1.0 if turn % 2 else 0.5, beta=1.0 if turn % 3 else -1.5,
             )  # fmt: skip
             yield product.fitted(), split
-        special = replace(base, m=bm + 1, n=bn + 1, k=bk * split + 1, special=True)
+        most = bk if kernel.family == native.Family.GEMM_SHALLOW else bk * split + 1
+        special = replace(base, m=bm + 1, n=bn + 1, k=most, special=True)
         yield special.fitted(), split
 
 

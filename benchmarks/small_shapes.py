@@ -1,5 +1,5 @@
 """Shapes with few outputs, few rows or columns, little K, or many small products: what
-`try_kernels --set small` times.
+`try_kernels --set small` times; and what kernels on the scalar units are for (`--set scalar`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,30 @@ TINY: tuple[Sizes, ...] = (
     (1, 4, 64), (5, 3, 64), (32, 2, 56), (23, 5, 4), (19, 4, 8), (83, 8, 89), (58, 166, 64),
     (2, 128, 128), (154, 56, 128), (68, 257, 108), (45, 257, 128), (157, 8, 64),
 )  # fmt: skip
+# Short K, rows of Y aligned: the time is that of storing Y. And long rows of few.
+OUTER: tuple[Sizes, ...] = (
+    (832, 936, 4), (801, 720, 8), (3075, 1152, 1), (12477, 1216, 3), (6921, 1664, 5),
+    (1467, 3200, 6), (349, 14496, 8), (57748, 384, 4),
+)  # fmt: skip
+OUTER_OF_FP32: tuple[Sizes, ...] = ((405, 27536, 19), (824, 1216, 16), (2128, 5440, 24))
+VECTOR: tuple[Sizes, ...] = (
+    (1, 768, 768), (1, 4096, 1024), (1, 9728, 896), (1, 848, 9152), (1, 4096, 4096),
+    (1, 5120, 5120), (4, 4096, 4096), (2, 27648, 5120),
+)  # fmt: skip
 # (batch, M, N, head dimension) of attention scores; the context has N and the head's swapped.
 HEADS = (
     (256, 3, 3, 32), (64, 9, 13, 32), (8, 335, 335, 32), (24, 284, 626, 32), (32, 15, 15, 64),
     (256, 270, 270, 64), (64, 128, 128, 64), (96, 1, 384, 64), (32, 384, 384, 128),
     (40, 77, 77, 80),
 )  # fmt: skip
+
+
+def scalar_shapes() -> Iterator[Shape]:
+    for dtype in ("f32ieee", "f32", "f16"):
+        outer = OUTER if dtype == "f16" else OUTER + OUTER_OF_FP32
+        for kind, sizes in (("outer", outer), ("vector", VECTOR)):
+            for m, n, k in sizes:
+                yield Shape(f"{kind}-{m}x{n}x{k}", f"{kind}-{dtype}", m, n, k, dtype)
 
 
 def small_shapes() -> Iterator[Shape]:

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from moonpoly_ort.custom_ops.kernels.kernel_list import small_specs
+from moonpoly_ort.custom_ops.kernels.kernel_list import small_specs, specs
 from moonpoly_ort.custom_ops.kernels.spec import name
 
 from benchmarks import checks_kernels
@@ -32,7 +32,7 @@ from benchmarks.machine import Setting, pack_of, unpacked
 from benchmarks.measuring import geometric_mean
 from benchmarks.recording import Recorder, plain, run_section, say
 from benchmarks.running import Provider
-from benchmarks.small_shapes import small_shapes
+from benchmarks.small_shapes import scalar_shapes, small_shapes
 
 # (N, K) of weights, and rows of activations, where tiles of the SMs' number and long K matter.
 WEIGHTS = (
@@ -40,12 +40,17 @@ WEIGHTS = (
     ("llama", 4096, 11008), ("long-k", 128, 16384), ("long-k", 1024, 8192),
 )  # fmt: skip
 ROWS = (64, 128, 200, 333, 777, 1500, 4096)
+# Sets of shapes, and the kernels that are on trial there.
+SETS = {
+    "small": (small_shapes, lambda: small_specs(90)),
+    "scalar": (scalar_shapes, lambda: [spec for spec in specs(90) if spec.family.scalar]),
+}
 
 
-def is_new(only: str, small: bool) -> Callable[[str], bool]:
+def is_new(only: str, of_set: str) -> Callable[[str], bool]:
     """Whether a kernel of this name is on trial."""
-    names = {name(spec) for spec in small_specs(90)} if small else set()
-    return lambda kernel: kernel in names if small else only in kernel
+    names = {name(spec) for spec in SETS[of_set][1]()} if of_set else set()
+    return lambda kernel: only in kernel and (kernel in names or not of_set)
 
 
 def shapes(path: Path | None, dtypes: list[str], layouts: list[str]) -> list[Shape]:
@@ -128,9 +133,8 @@ def main() -> int:
     arguments = _arguments()
     arguments.output.mkdir(parents=True, exist_ok=True)
     stop = time.monotonic() + arguments.seconds
-    small = arguments.set == "small"
-    if small:
-        wanted = list(small_shapes())
+    if arguments.set:
+        wanted = list(SETS[arguments.set][0]())
     else:
         wanted = shapes(arguments.shapes, arguments.dtype.split(","), arguments.layout.split(","))
     with tempfile.TemporaryDirectory(prefix="moonpoly-") as folder:
@@ -149,7 +153,7 @@ def main() -> int:
         outcome = run_section("oracle", run, stop - time.monotonic(), Path(folder))
         say(f"oracle: {outcome.status} {outcome.error or ''}")
     if (arguments.output / "oracle.csv").exists():
-        print(summary(arguments.output / "oracle.csv", is_new(arguments.only, small)))
+        print(summary(arguments.output / "oracle.csv", is_new(arguments.only, arguments.set)))
     return 1 if wrong or outcome.error else 0
 
 
@@ -158,7 +162,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="kernels whose names contain this are new")
-    parser.add_argument("--set", default="", choices=["", "small"], help="a set of shapes")
+    parser.add_argument("--set", default="", choices=["", *SETS], help="a set of shapes")
     parser.add_argument("--output", type=Path, required=True, help="folder for the findings")
     parser.add_argument("--pack", type=Path, help="a kernel pack; by default the one that is found")
     parser.add_argument("--shapes", type=Path, help="CSV as for bench_kernels; default: built in")

@@ -41,8 +41,10 @@ class Family(IntEnum):
     GEMM_POINTER = 1
     GEMM_WS = 2
     GEMM_DOT = 6
+    GEMM_SHALLOW = 7
     GEMM_TMA_MASKED = 8
     COPY_PADDED = 9
+    GEMV = 10
     CONV = 16
     CONV_TAPS4 = 17
     CONV_TAPS8 = 18

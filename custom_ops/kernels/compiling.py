@@ -42,6 +42,8 @@ SOURCES = {
     "gemm_tma": ("tiles.py", "gemm_tma.py"),
     "gemm_pointer": ("tiles.py", "gemm_pointer.py"),
     "gemm_dot": ("tiles.py", "gemm_dot.py"),
+    "gemm_shallow": ("tiles.py", "gemm_shallow.py"),
+    "gemv": ("tiles.py", "gemv.py"),
     "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py"),
     "gemm_tma_masked": ("tiles.py", "gemm_tma.py", "gemm_tma_masked.py"),
     "copy_padded": ("tiles.py", "copy_padded.py"),

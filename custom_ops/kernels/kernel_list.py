@@ -8,6 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from . import conv_spec, small_tiles, tile_lists
+from .left_out import LEFT_OUT
 from .small_tiles import SmallTile
 from .spec import (
     SHARED_LIMIT,
@@ -27,12 +28,14 @@ MAX_STAGES = 6
 RESERVED_SHARED = 1 << 10  # taken from each block by the driver
 # Kernels that need more registers than there are.
 SPILLING = {
-    100: {
-        "gemm_pointer_f16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
-        "gemm_pointer_bf16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
-        "gemm_pointer_f32_nn_16x128x16_w4_s6_swap_split_a4b4c4",
-        "gemm_pointer_f32ieee_nt_64x128x16_w8_s6_a4b4c4",
-    }
+    100: frozenset(
+        {
+            "gemm_pointer_f16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
+            "gemm_pointer_bf16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
+            "gemm_pointer_f32_nn_16x128x16_w4_s6_swap_split_a4b4c4",
+            "gemm_pointer_f32ieee_nt_64x128x16_w8_s6_a4b4c4",
+        }
+    )
 }
 
 
@@ -151,7 +154,8 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     out += _expand(tile_lists.SPECIALIZED_SPLIT_SWAPPED, replace(split, trans_b=False), sm)
     if trial:
         out += conv_spec.conv_specs(sm)
-    return [spec for spec in out if legal(spec, sm) and name(spec) not in SPILLING.get(sm, ())]
+    without = LEFT_OUT.get(sm, frozenset()) | SPILLING.get(sm, frozenset())
+    return [spec for spec in out if legal(spec, sm) and name(spec) not in without]
 
 
 def _ieee(aligned: KernelSpec, sm: int) -> Iterator[KernelSpec]:
@@ -184,11 +188,11 @@ def _ieee(aligned: KernelSpec, sm: int) -> Iterator[KernelSpec]:
 def small_specs(sm: int) -> list[KernelSpec]:
     """Those of `specs` that are for small products: see `small_tiles`."""
     family = Family.GEMM_TMA if sm >= 90 else Family.GEMM_POINTER
-    found = [
+    found = {
         spec for dtype, layout in product(Dtype, (NN, NT))
         for spec in _small(KernelSpec(family, dtype, 16, 16, 16, 4, 2, *layout), sm)
-    ]  # fmt: skip
-    return [spec for spec in found if legal(spec, sm)]
+    }  # fmt: skip
+    return [spec for spec in specs(sm) if spec in found]
 
 
 def _small(like: KernelSpec, sm: int) -> Iterator[KernelSpec]:
@@ -213,6 +217,10 @@ def _small(like: KernelSpec, sm: int) -> Iterator[KernelSpec]:
         for aligns in _classes(layout, e):
             masked = _aligned(replace(pointer, precision=precision), *aligns)
             yield from _expand_small(tiles, masked)
+        yield from _outer(replace(like, precision=precision))
+        if layout == NN:
+            row = replace(pointer, family=Family.GEMV, bias_matrix=True, precision=precision)
+            yield from _expand_small(small_tiles.GEMV, _aligned(row, e, 16, e))
         for aligns in dots if layout == NT else ():
             yield from _expand_small(
                 small_tiles.DOT, _aligned(replace(dot, precision=precision), *aligns)
@@ -238,6 +246,21 @@ def _expand_small(tiles: Iterable[SmallTile], like: KernelSpec) -> Iterator[Kern
             yield spec
         if "s" in tile.use.lower():
             yield replace(spec, split_k=True)
+
+
+def _outer(like: KernelSpec) -> Iterator[KernelSpec]:
+    """The kernels of outer products like `like`. Rows of Y of 16 aligned bytes alone: of others
+    each thread would have a single column, and most loads would be of A.
+    """
+    kind = "i" if like.precision is Precision.IEEE else "f" if like.dtype is Dtype.F32 else "h"
+    for tile in small_tiles.OUTER:
+        if kind not in tile.use or (like.trans_b and "t" not in tile.use):
+            continue
+        e = like.dtype.bytes
+        yield replace(
+            _aligned(like, e, e if like.trans_b else 16, 16), family=Family.GEMM_SHALLOW,
+            bm=tile.bm, bn=tile.bn, bk=tile.bk, warps=8, stages=1,
+        )  # fmt: skip
 
 
 def _aligned(spec: KernelSpec, a: int, b: int, c: int) -> KernelSpec:

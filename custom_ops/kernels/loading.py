@@ -65,7 +65,13 @@ def constants(
         }  # fmt: skip
     if spec.family is Family.GEMM_DOT:
         return common | {"STAGES": spec.stages, **early}
+    if spec.family is Family.GEMV:
+        return common | {
+            "STAGES": spec.stages, "SPLIT_K": spec.split_k, "AT_ONCE": spec.slices_at_once, **early,
+        }  # fmt: skip
     common |= {"TRANS_A": spec.trans_a, "TRANS_B": spec.trans_b}
+    if spec.family is Family.GEMM_SHALLOW:
+        return common | early
     if spec.family is Family.GEMM_WS:
         return common | {
             "STREAM_K": spec.split_k and not spec.sliced,

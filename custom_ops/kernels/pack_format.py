@@ -58,7 +58,7 @@ class Param(IntEnum):
 
 FAMILY_CODE = {
     Family.GEMM_TMA: 0, Family.GEMM_POINTER: 1, Family.GEMM_WS: 2, Family.GEMM_DOT: 6,
-    Family.GEMM_TMA_MASKED: 8, Family.COPY_PADDED: 9,
+    Family.GEMM_SHALLOW: 7, Family.GEMV: 10, Family.GEMM_TMA_MASKED: 8, Family.COPY_PADDED: 9,
     Family.CONV: 16, Family.CONV_TAPS4: 17, Family.CONV_TAPS8: 18, Family.CONV_TRANSPOSED: 19,
     Family.CONV_DEPTHWISE: 20, Family.CONV_DEPTHWISE_TRANSPOSED: 21,
 }  # fmt: skip

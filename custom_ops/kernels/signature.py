@@ -41,6 +41,8 @@ PARAMETERS: dict[str, dict[str, Param]] = {
     "gemm_tma": {**_DESCRIPTORS, **_COMMON, "order": Param.ORDER, **_EPILOGUE},
     "gemm_pointer": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
     "gemm_dot": {**_POINTERS, **_UNSPLIT, **_PITCHES, **_EPILOGUE},
+    "gemm_shallow": {**_POINTERS, **_UNSPLIT, **_PITCHES, **_EPILOGUE},
+    "gemv": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
     "gemm_ws": {**_DESCRIPTORS, **_RESULT, **_PERSISTENT, **_EPILOGUE},
     "gemm_tma_masked": {
         "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y": Param.PTR_Y, **_COMMON,

@@ -26,6 +26,17 @@ class SmallTile(NamedTuple):
     swap: bool = False
 
 
+class OuterTile(NamedTuple):
+    """A tile for outer products with 8 warps, and the longest K. Letters: h for 2-byte types, f for
+    fp32 as TF32, i for IEEE fp32, t also for layout NT.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    use: str
+
+
 # Tensor maps. Few rows of A: the time is that of streaming B. Few columns of B: that of A. A single
 # warp for batches of few rows each.
 FEW_ROWS = (
@@ -56,4 +67,20 @@ DOT = (
     SmallTile(1, 4, 2048, 8, 5, "i"),
     SmallTile(1, 2, 2048, 8, 6, "il"),
     SmallTile(2, 2, 1024, 8, 5, "il"),
+)
+# One row of A or few, layout NN: 16 KB of B at a time, and 64 KB under way in each block.
+GEMV = (
+    SmallTile(1, 64, 128, 8, 5, "si"),
+    SmallTile(1, 32, 256, 8, 5, "i"),
+    SmallTile(1, 256, 32, 8, 5, "Si"),
+    SmallTile(4, 64, 64, 8, 6, "si"),
+)
+# Outer products. What a tensor core multiplies at its full rate pays from a shorter K on.
+OUTER = (
+    OuterTile(32, 128, 4, "hfi"),
+    OuterTile(64, 128, 4, "hfi"),
+    OuterTile(32, 128, 8, "fi"),
+    OuterTile(64, 128, 8, "hfit"),
+    OuterTile(64, 128, 16, "fit"),
+    OuterTile(64, 128, 24, "it"),
 )

@@ -15,6 +15,8 @@ class Family(StrEnum):
     GEMM_TMA_MASKED = "gemm_tma_masked"
     COPY_PADDED = "copy_padded"
     GEMM_DOT = "gemm_dot"
+    GEMM_SHALLOW = "gemm_shallow"
+    GEMV = "gemv"
     CONV = "conv"
     CONV_TAPS4 = "conv_taps4"
     CONV_TAPS8 = "conv_taps8"
@@ -33,6 +35,11 @@ class Family(StrEnum):
         if self is Family.GEMM_TMA_MASKED:
             return "AB"
         return "ABY" if self.tensor_maps else ""
+
+    @property
+    def scalar(self) -> bool:
+        """Whether products are multiplied on the scalar units, in fp32, whatever their dtype."""
+        return self in (Family.GEMM_DOT, Family.GEMM_SHALLOW, Family.GEMV)
 
     @property
     def convolves(self) -> bool:
@@ -173,15 +180,11 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
             return reason
     elif spec.warps not in (1, 2, 4, 8):
         return f"{spec.warps} warps: 1, 2, 4 or 8 are supported"
-    if spec.family is Family.GEMM_DOT:
-        reason = _why_illegal_dot(spec)
-        if reason is not None:
-            return reason
+    if spec.family.scalar and (reason := _why_illegal_scalar(spec)):
+        return reason
     for field in ("bm", "bn", "bk") if not spec.family.depthwise else ():
         size = getattr(spec, field)
-        checked = spec.family is Family.GEMM_DOT or (
-            spec.family is Family.GEMM_WS and field != "bk"
-        )
+        checked = spec.family.scalar or (spec.family is Family.GEMM_WS and field != "bk")
         if size not in (16, 32, 64, 128, 256) and not checked:
             return f"{field} = {size}: tile sizes are powers of two from 16 to 256"
     if not 1 <= spec.stages <= 8:
@@ -250,6 +253,34 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
     return None
 
 
+def _why_illegal_scalar(spec: KernelSpec) -> str | None:
+    if spec.family is Family.GEMM_DOT:
+        return _why_illegal_dot(spec)
+    if spec.swap or spec.tf32x3:
+        return "kernels on the scalar units are upright and need no split factors"
+    if spec.family is Family.GEMM_SHALLOW:
+        if spec.split_k or spec.bias_matrix:
+            return "outer products are of all of K, and take a vector C"
+        if not 1 <= spec.bk <= 32:
+            return f"bk = {spec.bk}: 1 to 32 are unrolled"
+        if spec.bm not in (16, 32, 64, 128) or spec.bn not in (32, 64, 128, 256, 512):
+            return f"{spec.bm}x{spec.bn} outputs: 16 to 128 rows of 32 to 512 columns are supported"
+        return None
+    if spec.trans_a or spec.trans_b:
+        return "rows of B are read as they are stored: layout nn only"
+    if not spec.bias_matrix:
+        return "it takes a matrix C"
+    if spec.align_b < 16:
+        return f"align_b = {spec.align_b}: rows of B are read 16 bytes at a time"
+    if spec.bm not in (1, 2, 4, 8):
+        return f"bm = {spec.bm}: 1, 2, 4 or 8 rows are supported"
+    if spec.bn not in (16, 32, 64, 128, 256) or spec.bk not in (8, 16, 32, 64, 128, 256):
+        return f"{spec.bk}x{spec.bn} of B: 8 to 256 rows of 16 to 256 columns are supported"
+    if spec.bm * spec.bn * spec.bk > 64 * 32 * spec.warps:
+        return f"{spec.bm} sums of {spec.bk}x{spec.bn} parts do not fit {spec.warps} warps"
+    return None
+
+
 def _why_illegal_dot(spec: KernelSpec) -> str | None:
     if spec.trans_a or not spec.trans_b:
         return "dot products take operands contiguous along K: layout nt only"
@@ -284,7 +315,8 @@ def accepts(
 ) -> bool:  # fmt: skip
     """Whether the kernel computes a product with these properties, whatever its M, N and batch.
 
-    A tensor map cannot describe a matrix without elements, so K = 0 is left to the others.
+    A tensor map cannot describe a matrix without elements, so K = 0 is left to the others; outer
+    products are unrolled for K up to `bk`.
     """
     return (
         spec.family is not Family.COPY_PADDED
@@ -297,6 +329,7 @@ def accepts(
         and spec.align_b <= align_b
         and spec.align_c <= align_c
         and (k > 0 or not spec.family.tensor_maps)
+        and (k <= spec.bk or spec.family is not Family.GEMM_SHALLOW)
     )
 
 
@@ -305,7 +338,7 @@ def is_wide(spec: KernelSpec, sm: int) -> bool:
     and not on mma.sync or the scalar units, which read registers.
     """
     rows = spec.bn if spec.swap else spec.bm
-    if spec.family is Family.COPY_PADDED:
+    if spec.family is Family.COPY_PADDED or spec.family.scalar:
         return False
     scalar = spec.precision is Precision.IEEE and not spec.tf32x3
     return sm in (90, 100) and not scalar and rows >= 64 and spec.warps >= 4
@@ -344,8 +377,8 @@ def estimated_resources(spec: KernelSpec, sm: int) -> tuple[int, int]:
         return _resources_ws(spec)
     if spec.family is Family.COPY_PADDED:
         return _resources_copy(spec)
-    if spec.family is Family.GEMM_DOT:
-        return _resources_dot(spec)
+    if spec.family.scalar:
+        return _resources_scalar(spec)
     if spec.family.convolves:
         return conv_spec.conv_resources(spec, is_wide(spec, sm))
     wide = is_wide(spec, sm)
@@ -423,6 +456,21 @@ def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
 def _resources_copy(spec: KernelSpec) -> tuple[int, int]:
     # A transposed tile turns in shared memory.
     return (spec.bm * spec.bn * spec.dtype.bytes if spec.trans_a else 0), 64
+
+
+def _resources_scalar(spec: KernelSpec) -> tuple[int, int]:
+    if spec.family is Family.GEMM_DOT:
+        return _resources_dot(spec)
+    e, threads = spec.dtype.bytes, 32 * spec.warps
+    if spec.family is Family.GEMM_SHALLOW:
+        sums = spec.bm * spec.bn // threads
+        return 0, min(255, 20 + sums * (2 if spec.bk <= 4 else 5 - e // 2))
+    # A joins the pipeline where a thread's part of it is 4 bytes at least.
+    staged = e == 4 or spec.bm * spec.bk * e >= 4 * threads
+    ring = (spec.stages - 1) * spec.bk * (spec.bn + spec.bm * staged) * e
+    across_warps = 4 * spec.bm * spec.bn * spec.warps
+    sums = spec.bm * spec.bn * spec.bk // threads
+    return max(ring, across_warps), min(255, 50 + 3 * sums // 2 - 4 * e)
 
 
 def _resources_dot(spec: KernelSpec) -> tuple[int, int]:

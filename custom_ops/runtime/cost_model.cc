@@ -65,6 +65,13 @@ constexpr double kRoomyLaunchUs = 0.45;      // the same of a kernel for which t
 // Blocks placed early find room beside the kernel in front only, and crowd there: the share by
 // which a wave that is partly full is nearer to a full one.
 constexpr double kCrowding = 0.52;
+// Outer products, whose operands go straight to registers: clocks of an SM for each line of B that
+// a warp loads and each element of A, the share of the multipliers' rate that is left, a block's
+// start and end without a pipeline to fill, and the bytes of Y that leave. Not fitted.
+constexpr double kLineClocks = 1.5;
+constexpr double kRegisterFmaShare = 0.8;
+constexpr double kShallowBlockClocks = 1300;
+constexpr double kShallowStoreBytesPerClock = 28;
 constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among those that have one
 
 // A convolution, counted in its code: instructions of a warp for each element of X a lane and for
@@ -110,14 +117,31 @@ double add_slice_clocks(const mp_kernel& k) {
   return slice / kSliceBytesPerClock + kSliceLatencyClocks / at_once;
 }
 
+// Whether products are multiplied on the scalar units whatever their dtype.
+bool is_scalar(const mp_kernel& k) {
+  return k.family == MP_GEMM_DOT || k.family == MP_GEMM_SHALLOW || k.family == MP_GEMV;
+}
+
+// All of K, for an outer product: a warp has all columns of its rows.
+double shallow_clocks(const mp_kernel& k, const DeviceModel& model, int resident, double l2_bytes) {
+  const int bytes = element_bytes(k.dtype);
+  const double multiply = double(k.bm) * k.bn * k.bk / (model.fma_f32 * kRegisterFmaShare);
+  const double b_loads = k.trans_b ? k.bn / 32.0 : std::ceil(k.bn * bytes / double(kLineBytes));
+  const double loads = k.bk * (k.bm + k.warps * b_loads) * kLineClocks;
+  const double operands = double(k.bm + k.bn) * k.bk * bytes;
+  return smooth_max({resident * multiply, resident * loads, resident * operands / l2_bytes,
+                     kLoadLatencyUs * model.clocks_per_us});
+}
+
 // Clocks of one K step when `resident` blocks share an SM and the L2 hands it `l2_bytes` a clock.
 double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, double l2_bytes) {
+  if (k.family == MP_GEMM_SHALLOW) return shallow_clocks(k, model, resident, l2_bytes);
   const int bytes = element_bytes(k.dtype);
   const double a_bytes = double(k.bm) * k.bk * bytes, b_bytes = double(k.bn) * k.bk * bytes;
 
   // Rows on the side that the instruction lays out over warps: the transposed tile swaps them.
   const int rows = k.swap ? k.bn : k.bm, columns = k.swap ? k.bm : k.bn;
-  const bool dot = k.family == MP_GEMM_DOT;
+  const bool dot = is_scalar(k);
   const bool fma = dot || (k.dtype == MP_F32 && k.precision == MP_IEEE && !k.tf32x3);
   // wgmma (sm_90) and tcgen05 (sm_100) read their operands from shared memory themselves.
   const bool wide_unit = model.sm == 90 || model.sm == 100;
@@ -216,12 +240,14 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
   cost.legal = cost.blocks_per_sm > 0;
   if (!cost.legal) return cost;
   const double bytes = double(k.bm) * k.bn * element_bytes(k.dtype);
-  const bool dot = k.family == MP_GEMM_DOT;  // the sum over its warps: once, whatever their number
+  // Of dot products the sum over their warps: once, whatever their number.
+  const bool dot = k.family == MP_GEMM_DOT || k.family == MP_GEMV;
   const double warpgroups = dot ? 1 : multiplying_warps(k) / 4.0;
   double fixed = k.persistent
                      ? kPersistentBlockClocks + kPersistentWarpgroupClocks * warpgroups +
                            bytes / kPersistentStoreBytesPerClock
                      : kBlockClocks + kWarpgroupClocks * warpgroups + bytes / kStoreBytesPerClock;
+  if (k.family == MP_GEMM_SHALLOW) fixed = kShallowBlockClocks + bytes / kShallowStoreBytesPerClock;
   if (k.bias_matrix && !dot) fixed += kMatrixBiasClocks;
   if (k.family == MP_GEMM_TMA_MASKED) {  // an element a lane and store
     fixed += double(k.bm) * k.bn / 32 * kNarrowLoadClocks;

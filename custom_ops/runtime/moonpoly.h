@@ -169,10 +169,14 @@ typedef enum mp_family {
   MP_GEMM_WS = 2,
   // Layout NT: a block has all of K for a few outputs, on the scalar units; any alignment.
   MP_GEMM_DOT = 6,
+  // Outer products on the scalar units, unrolled: K up to bk, any alignment.
+  MP_GEMM_SHALLOW = 7,
   // As MP_GEMM_TMA, but Y is stored through masks: any alignment of Y.
   MP_GEMM_TMA_MASKED = 8,
   // No product: Y (M x N) = op(A) (M x K), then zeros up to N. Layout NT as it is, TN transposing.
   MP_COPY_PADDED = 9,
+  // Layout NN, few rows: a block has a few columns of B and reads rows of them, on the scalar units.
+  MP_GEMV = 10,
   // Convolutions (mp_conv), through masked loads. A region's m and n are the channels and pixels of Y, of
   // one group; its batch entries are images times groups.
   MP_CONV = 16,             // K steps of channels at one tap

@@ -39,8 +39,7 @@ bool terminated(const char (&text)[N]) {
 }
 
 bool is_family(int32_t code) {
-  return (code >= MP_GEMM_TMA && code <= MP_GEMM_WS) || code == MP_GEMM_DOT ||
-         code == MP_GEMM_TMA_MASKED || code == MP_COPY_PADDED ||
+  return (code >= MP_GEMM_TMA && code <= MP_GEMM_WS) || (code >= MP_GEMM_DOT && code <= MP_GEMV) ||
          (code >= MP_CONV && code <= MP_CONV_DEPTHWISE_TRANSPOSED);
 }
 

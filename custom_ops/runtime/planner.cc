@@ -83,6 +83,7 @@ const char* refusal(const mp_kernel& k, const mp_problem& p) {
   if (!uses_tensor_maps(k.family) && believes_in_longer_rows(k, p)) {
     return "K is shorter than the padded rows of one operand";
   }
+  if (k.family == MP_GEMM_SHALLOW && p.k > k.bk) return "K is longer than it is unrolled for";
   if (uses_tensor_maps(k.family)) {
     // A tensor map has no empty dimension, and its strides have 40 bits.
     if (p.k == 0) return "K is 0";

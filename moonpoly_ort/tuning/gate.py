@@ -58,12 +58,13 @@ def cases(kernel: native.KernelRecord) -> Iterator[Case]:
         max(1 if kernel.trans_a else a, b if kernel.trans_b else 1),
     )
     split = SPLIT if kernel.split_k else 1
+    most = kernel.bk if kernel.family == native.Family.GEMM_SHALLOW else kernel.bk * split + 3
 
     def fitted(*wanted: int) -> tuple[int, int, int]:
         m, n, k = (-(-size // unit) * unit for size, unit in zip(wanted, units, strict=True))
         return m, n, k
 
-    beyond = fitted(kernel.bm + 3, kernel.bn + 5, kernel.bk * split + 3)
+    beyond = fitted(kernel.bm + 3, kernel.bn + 5, most)
     yield Case(*beyond)
     # The last slice has a single step, and that one is partly full.
     small = fitted(5, 19, kernel.bk * (split - 1) + 1)

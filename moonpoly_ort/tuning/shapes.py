@@ -81,13 +81,16 @@ class Shape:
 
 def anchors() -> Iterator[tuple[int, int, int]]:
     """(m, n, k) that show each kernel's costs: few and many K steps, waves that are partly full,
-    full and several, K split or not, the memory's speed, and every way of being unaligned."""
+    full and several, K split or not, the memory's speed, every way of being unaligned, and a K so
+    short that storing the result is what takes the time."""
     aligned = (768, 768), (4096, 1024), (1024, 4096), (4096, 4096), (256, 8192)
     # N, K or both a multiple of 2 elements only, or odd.
     unaligned = (1002, 1024), (1024, 1002), (1001, 1024), (1024, 1001), (1001, 1003), (257, 4095)
+    shallow = (1024, 1), (2048, 4), (640, 4), (2048, 7), (640, 8), (2048, 16), (2048, 32)
     for sizes, heights in (
         (aligned, (1, 16, 48, 160, 512, 1536, 4096)),
         (unaligned, (8, 100, 700, 3000)),
+        (shallow, (300, 900, 5000)),
     ):
         for n, k in sizes:
             for m in heights:

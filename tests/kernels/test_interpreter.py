@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from moonpoly_ort import interpreter
 from moonpoly_ort.errors import MissingDependencyError, MoonPolyError
 
 NAN, INF = float("nan"), float("inf")
+pytestmark = pytest.mark.usefixtures("guarded")
 INTERPRETED = (Family.GEMM_TMA, Family.GEMM_POINTER, Family.GEMM_TMA_MASKED)
 
 
@@ -35,60 +35,6 @@ def spec_of(family: Family, dtype: Dtype = Dtype.F16, **changes: Any) -> KernelS
         align_c=16 if family is Family.GEMM_TMA else dtype.bytes,
     )  # fmt: skip
     return replace(spec, **changes)
-
-
-class Guarded:
-    """Triton's memory access, refusing addresses outside of the buffers of the region at hand."""
-
-    def __init__(self, real: Any) -> None:
-        self.real = real
-        self.ranges: list[tuple[int, int]] = []
-        self.shrink = 0
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.real, attribute)
-
-    def recorded(self, allocate: Any) -> Any:
-        def call(*arguments: Any) -> Any:
-            tensor = allocate(*arguments)
-            self.ranges.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
-            return tensor
-
-        return call
-
-    def check(self, pointers: Any, mask: Any, size: int) -> None:
-        inside = np.zeros(np.shape(pointers), bool)
-        for low, high in self.ranges:
-            inside |= (pointers >= low) & (pointers + size <= high - self.shrink)
-        assert (inside | ~np.broadcast_to(mask, inside.shape)).all(), "access out of bounds"
-
-    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        self.check(pointers, mask, np.dtype(dtype).itemsize)
-        return self.real.load(pointers, mask, other, dtype)
-
-    def store(self, pointers: Any, values: Any, mask: Any) -> Any:
-        self.check(pointers, mask, values.dtype.itemsize)
-        return self.real.store(pointers, values, mask)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def guarded() -> Iterator[Guarded]:
-    """Bounds checks for all tests here: a buffer is exactly what its strides reach."""
-    import triton.runtime.interpreter as triton_interpreter
-
-    guard = Guarded(triton_interpreter._interpreter)
-    run_region = interpreter._run_region
-
-    def run(*arguments: Any) -> None:
-        guard.ranges.clear()
-        run_region(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_interpreter, "_interpreter", guard)
-        patch.setattr(interpreter, "_elements", guard.recorded(interpreter._elements))
-        patch.setattr(interpreter, "_scratch", guard.recorded(interpreter._scratch))
-        patch.setattr(interpreter, "_run_region", run)
-        yield guard
 
 
 LAYOUTS = [(a, b) for a in (False, True) for b in (False, True)]
@@ -243,7 +189,7 @@ def test_results_beyond_f16_are_infinite() -> None:
 
 
 def test_the_guard_sees_an_access_out_of_bounds(
-    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+    guarded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guarded, "shrink", 2)  # as if every buffer were one element shorter
     with pytest.raises(MoonPolyError, match=r"gemm_pointer_f16_nn_16x32x16.*access out of bounds"):

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from moonpoly_ort.custom_ops.kernels import pack_format, spec
+from moonpoly_ort.custom_ops.kernels import kernel_list, pack_format, spec
 from moonpoly_ort.custom_ops.kernels.kernel_list import small_specs, specs
 from moonpoly_ort.custom_ops.kernels.spec import (
     SHARED_LIMIT,
@@ -210,3 +210,30 @@ def test_codes_are_those_of_the_header() -> None:
     version = re.search(r"#define MP_PACK_VERSION (\d+)", header)
     assert version is not None
     assert int(version.group(1)) == pack_format.VERSION
+
+
+def test_what_is_left_out_would_be_listed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, without = {name(s) for s in specs(90)}, kernel_list.LEFT_OUT[90]
+    monkeypatch.setattr(kernel_list, "LEFT_OUT", {})
+    assert {name(s) for s in specs(90)} - listed == without
+
+
+def test_small_and_large_tiles_are_left_for_every_alignment() -> None:
+    """What one GPU does without may be what another needs: no class of operands loses its kind."""
+    listed = specs(90)
+    kinds = [(d, Precision.TF32) for d in Dtype] + [(Dtype.F32, Precision.IEEE)]
+    for (dtype, precision), trans_a, trans_b in product(kinds, (False, True), (False, True)):
+        aligns = [a for a in (2, 4, 8, 16) if a >= dtype.bytes]
+        for a, b, c in product(aligns, aligns, aligns):
+            takers = [
+                s for s in listed
+                if accepts(
+                    s, dtype=dtype, precision=precision, trans_a=trans_a, trans_b=trans_b, k=512,
+                    align_a=a, align_b=b, align_c=c,
+                ) and s.family is not Family.GEMM_DOT
+            ]  # fmt: skip
+            for small, split_k in product((False, True), (False, True)):
+                assert any(
+                    s.split_k == split_k and (min(s.bm, s.bn) <= 16) == small
+                    for s in takers
+                ), (dtype, precision, trans_a, trans_b, a, b, c, small, split_k)  # fmt: skip
