@@ -30,9 +30,6 @@ RULES: tuple[Rule, ...] = (
 _NAMES = (*(rule.name for rule in RULES), batch_normalization.NAME)
 """Of all rules, in the order they are applied."""
 
-ON_REQUEST = frozenset({"conv", "conv_transpose", batch_normalization.NAME})
-"""Rules that apply only where they are named: the custom op library has no kernels for them yet."""
-
 _RULE_OF = {rule.op_type: rule for rule in RULES}
 
 
@@ -40,13 +37,13 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
     """The names of the rules to apply.
 
     Args:
-        rules: The rules wanted; None means all but those on request.
+        rules: The rules wanted; None means all.
         disable: Rules to leave out.
 
     Raises:
         ProblemError: A name is not that of a rule.
     """
-    wanted = set(_NAMES) - ON_REQUEST if rules is None else set(_names(rules))
+    wanted = set(_NAMES) if rules is None else set(_names(rules))
     unwanted = set(_names(disable))
     if unknown := sorted((wanted | unwanted) - set(_NAMES)):
         raise ProblemError(
@@ -153,8 +150,7 @@ def _refuse(
     if node.domain == domain.DOMAIN:
         return Refusal(Reason.ALREADY_REWRITTEN, "an ai.moonpoly node already")
     if rule.name not in enabled:
-        how = "applies only where rules= names it" if rule.name in ON_REQUEST else "is switched off"
-        return Refusal(Reason.DISABLED, f"rule {rule.name!r} {how}")
+        return Refusal(Reason.DISABLED, f"rule {rule.name!r} is switched off")
     if not views:
         return Refusal(
             Reason.NEVER_CALLED, "its function is never called, so its types are unknown"

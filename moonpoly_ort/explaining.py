@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import onnx
 
-from . import devices, native, packs
+from . import conv_planning, devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
 from .graph_passes.domain import DOMAIN, OPERATORS
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
@@ -24,13 +24,13 @@ DTYPES: dict[int, str] = {
 }
 DEFAULT_GPU = "H200"
 VENDOR = "cuBLASLt"
-_PLANNED = ("MatMul", "Gemm")
+CONVOLUTIONS = ("Conv", "ConvTranspose")
 
 
 @dataclass(frozen=True)
 class Region:
     """One launch: rows [m0, m0 + m), columns [n0, n0 + n), batch entries [z0, z0 + z) of the
-    product.
+    product; of a depthwise convolution rows are the channels of all groups.
     """
 
     kernel: str  # of the pack, or "cuBLASLt"
@@ -51,11 +51,13 @@ class NodePlan:
     """The plan of one node for one set of input shapes.
 
     `m`, `n`, `k`, `batch` are the product as it is computed (a batch may be folded into `m`, a
-    product of one column is computed transposed), `launches`
-    how often the regions are launched, `calls` how often the node runs with these shapes in one run
-    of the model. `copies` names the operands, "a" and "b", that are copied with padded rows in
-    front of the regions; `repacked` says that the plan is for a constant weight repacked at
-    creation. `why_not` is empty, or says why there is no plan: then `regions` is empty.
+    product of one column is computed transposed); of a convolution the implicit one: output
+    channels of a group, output pixels, input channels of a group times taps, images times groups.
+    `launches` is how often the regions are launched, `calls` how often the node runs with these
+    shapes in one run of the model. `copies` names the operands, "a" and "b", that are copied with
+    padded rows in front of the regions; `repacked` says that the plan is for a constant weight that
+    is stored anew at creation. `why_not` is empty, or says why there is no plan: then `regions` is
+    empty.
     """
 
     name: str
@@ -141,7 +143,9 @@ def _rows(plan: NodePlan) -> Iterator[tuple[Any, ...]]:
         blocks = ("", "", "")  # cuBLASLt keeps its launch to itself
         if r.kernel != VENDOR:
             blocks = (str(r.split), str(r.grid), f"{r.waves:.2f}")
-        how = [f"{operand} copied" for operand in plan.copies] + ["b repacked"] * plan.repacked
+        weight = "w" if plan.op in CONVOLUTIONS else "b"
+        how = [f"{operand} copied" for operand in plan.copies]
+        how += [f"{weight} repacked"] * plan.repacked
         kernel = f"{r.kernel} ({', '.join(how)})" if how else r.kernel
         yield *head, *size, kernel, *blocks, f"{r.predicted_us:.2f}"
 
@@ -241,14 +245,13 @@ def _plan(
     base: NodePlan, node: onnx.NodeProto, precision: str, pack: native.Pack, device: native.Device,
     weights: set[str],
 ) -> tuple[NodePlan, bool]:  # fmt: skip
-    if base.op not in _PLANNED:
-        why_not = f"{base.op} is not planned yet: it runs in ONNX Runtime"
-        return replace(base, why_not=why_not), False
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     a, b, *rest = base.inputs
     if a is None or b is None:
         return replace(base, why_not="an operand is missing"), False
     arithmetic = native.Dtype[base.dtype.upper()], native.Precision[precision.upper()]
+    if base.op in CONVOLUTIONS:
+        return _plan_convolution(base, node, arithmetic, pack, device, weights)
     try:
         if base.op == "MatMul":
             problem, launches = native.matmul_problem(a, b, *arithmetic)
@@ -275,21 +278,47 @@ def _plan(
                 plan = other if repacked else plan
     except (ProblemError, KernelMissingError) as error:
         return replace(base, why_not=str(error)), False
-    explained = replace(
+    extents = problem.m, problem.n, problem.k, problem.batch
+    at_once = replace(base, launches=launches, repacked=repacked)
+    return _explained(at_once, extents, plan, pack, device), plan.measured
+
+
+def _plan_convolution(
+    base: NodePlan, node: onnx.NodeProto, arithmetic: tuple[native.Dtype, native.Precision],
+    pack: native.Pack, device: native.Device, weights: set[str],
+) -> tuple[NodePlan, bool]:  # fmt: skip
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    x, w, *bias = base.inputs
+    assert x is not None  # it is no optional input
+    assert w is not None
+    try:
+        found = conv_planning.plan(
+            pack, device, conv_planning.attributes_of(base.op, attributes), x, w, *arithmetic,
+            bias=any(shape is not None for shape in bias), constant_w=node.input[1] in weights,
+        )  # fmt: skip
+    except (ProblemError, KernelMissingError, KeyError, ValueError) as error:
+        return replace(base, why_not=str(error)), False
+    at_once = replace(base, launches=1, repacked=found.repacked)
+    return _explained(at_once, found.extents, found.plan, pack, device), found.plan.measured
+
+
+def _explained(
+    base: NodePlan, extents: tuple[int, int, int, int], plan: native.Plan, pack: native.Pack,
+    device: native.Device,
+) -> NodePlan:  # fmt: skip
+    m, n, k, batch = extents
+    return replace(
         base,
-        m=problem.m,
-        n=problem.n,
-        k=problem.k,
-        batch=problem.batch,
-        launches=launches,
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
         regions=tuple(_region(region, pack, device) for region in plan.regions),
         copies=tuple(operand for operand, _ in plan.copies),
-        repacked=repacked,
         workspace_bytes=plan.workspace_bytes,
-        predicted_us=plan.predicted_us * launches,
-        why_not="" if plan.regions else "the product is empty: nothing is launched",
+        predicted_us=plan.predicted_us * base.launches,
+        why_not="" if plan.regions else "the output is empty: nothing is launched",
     )
-    return explained, plan.measured
 
 
 def _turned(attributes: dict[str, Any]) -> int:

@@ -88,12 +88,16 @@ def rewrite(
     overwrite: bool = False,
     base_dir: str | os.PathLike[str] | None = None,
 ) -> RewriteResult:
-    """Replaces the MatMul and Gemm nodes of a model whose shapes vary by `ai.moonpoly` nodes.
+    """Replaces the MatMul, Gemm, Conv and ConvTranspose nodes of a model whose shapes vary by
+    `ai.moonpoly` nodes.
 
     Taken is every node of dtype fp16, bf16 or fp32, opset 7 or later, with an activation that has
     a dynamic or unknown dimension: in the main graph, in subgraphs and in model-local functions. A
     node that cannot be proven safe stays as it is, with its reason in the report. Rewriting a
     rewritten model changes nothing.
+
+    A BatchNormalization behind a convolution that is taken is folded into its weights, the one
+    change that moves the last bits of results; `disable=["batch_normalization"]` leaves it out.
 
     Args:
         model: A path, a serialized model, or a ModelProto (which is copied, not changed).
@@ -101,8 +105,7 @@ def rewrite(
             copied into the same folder under its own names, in pieces, unless it is there already.
             Nothing appears under these names before all of it is complete.
         static: Take nodes whose shapes are all known, too.
-        rules: Names of the rules to apply (`list_rules`); None: all but `conv`,
-            `conv_transpose` and `batch_normalization`: the library has no kernels for them yet.
+        rules: Names of the rules to apply (`list_rules`); None: all.
         disable: Names of rules to leave out.
         overwrite: Replace data files in the output's folder that have other content.
         base_dir: Folder of the external data of a model that is not given as a path.

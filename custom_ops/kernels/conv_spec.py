@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from .spec import Dtype, Family, KernelSpec, Precision
@@ -26,8 +27,10 @@ def is_transposed(family: Family) -> bool:
 
 
 class ConvTile(NamedTuple):
-    """A tile for 2-byte elements; f32 takes half of `bk`. Letters: s also with split-K, f also for
-    f32, u also for a W that is not packed, k for few channels, t for transposed convolutions.
+    """A tile for 2-byte elements; f32 takes half of `bk`. Letters: s also with split-K (of a packed
+    W: a W that the graph computes is rare, and few channels or a transposed kernel have few steps),
+    f also for f32, u also for a W that is not packed, k for few channels, t for transposed
+    convolutions.
     """
 
     bm: int
@@ -47,22 +50,20 @@ TALL = (
 )
 WIDE = (
     ConvTile(128, 128, 64, 8, 3, ""),
-    ConvTile(128, 128, 32, 8, 3, "ft"),
+    ConvTile(128, 128, 32, 8, 3, "f"),
     ConvTile(128, 64, 64, 8, 3, "s"),
     ConvTile(64, 128, 32, 4, 3, "sfk"),
-    ConvTile(64, 64, 64, 8, 3, "s"),
     ConvTile(64, 64, 32, 4, 3, "sfut"),
-    ConvTile(32, 128, 32, 4, 3, "sfk", swap=True),
+    ConvTile(32, 128, 32, 4, 3, "fk", swap=True),
     ConvTile(16, 128, 32, 4, 3, "fukt", swap=True),
 )
 # Without them both factors pass through registers, which larger tiles would not leave room for.
 NARROW = (
-    ConvTile(128, 128, 32, 8, 3, "ft"),
+    ConvTile(128, 128, 32, 8, 3, "f"),
     ConvTile(128, 64, 32, 8, 3, "s"),
     ConvTile(64, 128, 32, 4, 3, "sfk"),
-    ConvTile(64, 64, 64, 8, 3, "s"),
     ConvTile(64, 64, 32, 4, 3, "sfut"),
-    ConvTile(32, 128, 32, 4, 3, "sfk"),
+    ConvTile(32, 128, 32, 4, 3, "fk"),
     ConvTile(16, 64, 32, 4, 3, "fukt"),
 )
 IEEE = (
@@ -70,7 +71,8 @@ IEEE = (
     ConvTile(64, 64, 32, 8, 2, "sfut"),
     ConvTile(16, 128, 32, 4, 2, "fukt"),
 )
-# (channels, pixels, taps along the width or 1 for any) of depthwise tiles, each of four warps.
+# (channels, pixels, taps along the width or 1 for any) of depthwise tiles, each of four warps. They
+# add up in fp32 on the scalar units, so that those of f32 serve both precisions.
 DEPTHWISE = ((4, 256, 1), (16, 64, 1), (4, 256, 3), (16, 64, 3), (4, 256, 5), (16, 64, 5))
 
 
@@ -84,6 +86,8 @@ def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterat
     for tile in tiles:
         if any(letter not in tile.use for letter in wanted):
             continue
+        if like.align_a < 16 and like.family is Family.CONV_TRANSPOSED and tile.bm < 64:
+            continue  # rare twice over: one tile has to do
         # TF32 operands of wgmma must be K-major in shared memory; X, which is not, has to be the
         # left factor, which may come from registers.
         tf32 = f32 and like.precision is Precision.TF32
@@ -92,7 +96,7 @@ def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterat
             stages=tile.stages, swap=tile.swap or (wide and tf32),
         )  # fmt: skip
         yield spec
-        if "s" in tile.use:
+        if "s" in tile.use and not wanted.strip("f"):
             yield replace(spec, split_k=True)
 
 
@@ -116,15 +120,14 @@ def conv_specs(sm: int) -> list[KernelSpec]:
                     align_a=align, align_b=e, align_c=e,
                 )  # fmt: skip
                 out += _expand(tiles, like, wide)
-        for family in (Family.CONV_DEPTHWISE, Family.CONV_DEPTHWISE_TRANSPOSED):
-            out += [
-                KernelSpec(
-                    family, dtype, bm, bn, width, 4, 1, precision=precision,
-                    align_a=e, align_b=e, align_c=e,
-                )
-                for bm, bn, width in DEPTHWISE
-                if width == 1 or family is Family.CONV_DEPTHWISE
-            ]  # fmt: skip
+    for dtype, (bm, bn, width) in product(Dtype, DEPTHWISE):
+        e = dtype.bytes
+        like = KernelSpec(
+            Family.CONV_DEPTHWISE, dtype, bm, bn, width, 4, 1, align_a=e, align_b=e, align_c=e
+        )
+        out.append(like)
+        if width == 1 and bm == 4:
+            out.append(replace(like, family=Family.CONV_DEPTHWISE_TRANSPOSED))
     return out
 
 

@@ -17,18 +17,7 @@ namespace {
 constexpr int64_t kMaxBlocks = 0x7fffffff;  // of a one-dimensional grid
 constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
 
-// A depthwise kernel: instructions of a thread for each of its outputs at a tap and beside them,
-// counted in its code; a row of taps of a block that waits for its loads alone; a block's start and
-// end.
-constexpr double kTapInstructions = 9, kUnrolledTapInstructions = 7, kOutputInstructions = 24;
-constexpr double kTapClocks = 60, kBlockClocks = 2100;
-constexpr double kLanes = 128;  // instructions that an SM issues in a clock, times 32
-
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-bool is_depthwise(const mp_kernel& k) {
-  return k.family == MP_CONV_DEPTHWISE || k.family == MP_CONV_DEPTHWISE_TRANSPOSED;
-}
 
 int taps_of(const mp_kernel& k) {
   return k.family == MP_CONV_TAPS4 ? 4 : k.family == MP_CONV_TAPS8 ? 8 : 1;
@@ -41,17 +30,15 @@ double unique_bytes(const mp_conv& c) {
   return (images * (in + double(c.k) * out_pixels(c)) + weights) * element_bytes(c.dtype);
 }
 
-double depthwise_us(const mp_kernel& k, const mp_conv& c, const KernelCost& cost,
-                    const DeviceModel& model) {
-  const int64_t tiles = ceil_div(conv_rows(k, c), k.bm) * ceil_div(out_pixels(c), k.bn) * c.n;
-  const double taps = double(kernel_taps(c)), outputs = double(k.bm) * k.bn;
-  const double tap = k.bk > 1 ? kUnrolledTapInstructions : kTapInstructions;
-  const double issue = outputs * (taps * tap + kOutputInstructions) / kLanes;
-  const double alone = kBlockClocks + taps * kTapClocks / k.bk;
-  const double waves = std::ceil(double(tiles) / (double(model.sm_count) * cost.blocks_per_sm));
-  const double loop =
-      std::max(ceil_div(tiles, model.sm_count) * issue, waves * alone) / model.clocks_per_us;
-  return model.launch_us + std::hypot(loop, unique_bytes(c) / model.bytes_per_us);
+Extent extent_of(const mp_kernel& k, const mp_conv& c) {
+  Extent extent{};
+  extent.m = conv_rows(k, c), extent.n = out_pixels(c), extent.batch = conv_entries(k, c);
+  extent.k = conv_steps(k, c) * k.bk;
+  extent.unique_bytes = unique_bytes(c);
+  extent.element_bytes = element_bytes(c.dtype);
+  const double pixels = double(c.in[0]) * c.in[1] * c.in[2] / std::max<int64_t>(extent.n, 1);
+  extent.b_distinct = std::min(1.0, c.c * pixels / std::max<int64_t>(extent.k, 1));
+  return extent;
 }
 
 }  // namespace
@@ -65,6 +52,7 @@ int64_t conv_entries(const mp_kernel& k, const mp_conv& c) {
 }
 
 int64_t conv_steps(const mp_kernel& k, const mp_conv& c) {
+  if (is_depthwise(k)) return c.kernel[0] * c.kernel[1] * (k.bk > 1 ? 1 : c.kernel[2]);
   const int taps = taps_of(k);
   return ceil_div(c.c, std::max(k.bk / taps, 1)) * ceil_div(c.kernel[2], taps) * c.kernel[1] *
          c.kernel[0];
@@ -73,7 +61,7 @@ int64_t conv_steps(const mp_kernel& k, const mp_conv& c) {
 const char* conv_refusal(const mp_kernel& k, const mp_conv& c) {
   if (!is_convolution(k)) return "it computes matrix products";
   if (k.dtype != c.dtype) return "it has another dtype";
-  if (k.dtype == MP_F32 && k.precision != c.precision) return "it has another precision";
+  if (!computes_in(k, c.dtype, c.precision)) return "it has another precision";
   const bool transposed =
       k.family == MP_CONV_TRANSPOSED || k.family == MP_CONV_DEPTHWISE_TRANSPOSED;
   if (transposed != (c.transposed != 0)) {
@@ -103,16 +91,9 @@ void ConvPlanner::consider(int index, const mp_conv& c, const PlanRequest& reque
   const int64_t steps = conv_steps(k, c);
   const auto offer = [&](int split, double us) {
     if (tiles * split > kMaxBlocks) return;
-    if (best->kernel < 0 || us < best->us) *best = Choice{index, split, us};
+    if (best->kernel < 0 || us < best->us) *best = Choice{index, split, us, cost.measured};
   };
-  if (is_depthwise(k)) {
-    if (request.only_split <= 1) offer(1, depthwise_us(k, c, cost, model));
-    return;
-  }
-  Extent extent{};
-  extent.m = c.k, extent.n = out_pixels(c), extent.k = steps * k.bk, extent.batch = c.n * c.groups;
-  extent.unique_bytes = unique_bytes(c);
-  extent.element_bytes = element_bytes(c.dtype);
+  const Extent extent = extent_of(k, c);
   if (!k.split_k) {
     if (request.only_split <= 1) offer(1, predict_us(k, cost, model, extent, 1));
     return;
@@ -147,6 +128,11 @@ ConvPlanner::Choice ConvPlanner::choose(const mp_conv& c, const PlanRequest& req
     if (const char* why = conv_refusal(k, c)) {
       fail(MP_NO_KERNEL, "kernel ", k.name, " cannot run this convolution: ", why);
     }
+    if (planner_->cost(request.only_kernel).excluded) {
+      fail(MP_NO_KERNEL, "kernel ", k.name, " is excluded on ", planner_->device().name,
+           " by its performance table: it was wrong there, or others are faster; tune again to "
+           "have it back");
+    }
     if (!planner_->cost(request.only_kernel).legal) {
       fail(MP_NO_KERNEL, "kernel ", k.name, " does not fit ", planner_->device().name);
     }
@@ -178,6 +164,7 @@ void ConvPlanner::plan(const mp_conv& c, const PlanRequest& request, mp_plan* ou
   const int64_t pixels = out_pixels(c);
   if (c.n == 0 || c.k == 0 || pixels == 0) return;
   const Choice choice = choose(c, request);
+  out->measured = choice.measured;
   const mp_kernel& k = pack_.kernel(choice.kernel);
   const int64_t rows = conv_rows(k, c), entries = conv_entries(k, c);
   const int64_t tiles = ceil_div(rows, k.bm) * ceil_div(pixels, k.bn);

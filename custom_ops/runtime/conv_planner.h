@@ -35,6 +35,7 @@ class ConvPlanner {
   struct Choice {
     int kernel = -1, split = 1;
     double us = 0;
+    bool measured = false;
   };
   void consider(int kernel, const mp_conv& conv, const PlanRequest& request, Choice* best) const;
   Choice choose(const mp_conv& conv, const PlanRequest& request) const;

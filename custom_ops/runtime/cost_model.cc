@@ -86,6 +86,13 @@ double conv_issue_clocks(const mp_kernel& k) {
          w_bytes / k.align_a / 32 * kNarrowLoadClocks;
 }
 
+// A depthwise kernel, counted in its code too: instructions of a thread for each of its outputs at
+// a tap and beside them; clocks of a row of taps whose loads nothing hides, and of a block's start
+// and end. An SM issues the instructions of four warps a clock.
+constexpr double kTapInstructions = 9, kUnrolledTapInstructions = 7, kOutputInstructions = 24;
+constexpr double kTapRowClocks = 60, kDepthwiseBlockClocks = 2100;
+constexpr double kLanesPerClock = 128;
+
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // What limits a K step are queues one behind the other: near a tie neither hides the other fully.
@@ -133,9 +140,16 @@ double shallow_clocks(const mp_kernel& k, const DeviceModel& model, int resident
                      kLoadLatencyUs * model.clocks_per_us});
 }
 
+// Clocks of a step of a depthwise kernel, which is a tap, or an unrolled row of them.
+double depthwise_step_clocks(const mp_kernel& k, int resident) {
+  const double taps = k.bk > 1 ? k.bk * kUnrolledTapInstructions : kTapInstructions;
+  return std::max(resident * taps * k.bm * k.bn / kLanesPerClock, kTapRowClocks);
+}
+
 // Clocks of one K step when `resident` blocks share an SM and the L2 hands it `l2_bytes` a clock.
 double step_clocks(const mp_kernel& k, const DeviceModel& model, int resident, double l2_bytes) {
   if (k.family == MP_GEMM_SHALLOW) return shallow_clocks(k, model, resident, l2_bytes);
+  if (is_depthwise(k)) return depthwise_step_clocks(k, resident);
   const int bytes = element_bytes(k.dtype);
   const double a_bytes = double(k.bm) * k.bk * bytes, b_bytes = double(k.bn) * k.bk * bytes;
 
@@ -248,6 +262,9 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
                            bytes / kPersistentStoreBytesPerClock
                      : kBlockClocks + kWarpgroupClocks * warpgroups + bytes / kStoreBytesPerClock;
   if (k.family == MP_GEMM_SHALLOW) fixed = kShallowBlockClocks + bytes / kShallowStoreBytesPerClock;
+  if (is_depthwise(k)) {
+    fixed = kDepthwiseBlockClocks + double(k.bm) * k.bn * kOutputInstructions / kLanesPerClock;
+  }
   if (k.bias_matrix && !dot) fixed += kMatrixBiasClocks;
   if (k.family == MP_GEMM_TMA_MASKED) {  // an element a lane and store
     fixed += double(k.bm) * k.bn / 32 * kNarrowLoadClocks;
@@ -276,8 +293,10 @@ void take(const mp_cost& measured, KernelCost* cost) {
   cost->single_step_us = measured.single_step_us > 0 ? measured.single_step_us : measured.step_us;
 }
 
-// How much of what decides a kernel's speed two kernels share.
+// How much of what decides a kernel's speed two kernels share; below 0: nothing, since products are
+// tuned apart from convolutions.
 int likeness(const mp_kernel& a, const mp_kernel& b) {
+  if (is_convolution(a) != is_convolution(b) || is_depthwise(a) != is_depthwise(b)) return -1;
   if (a.family != b.family) return 0;
   const bool same_arithmetic =
       element_bytes(a.dtype) == element_bytes(b.dtype) &&
@@ -322,9 +341,8 @@ std::vector<KernelCost> kernel_costs(const mp_kernel* kernels, int count, const 
     if (costs[i].measured) continue;
     Calibration by_likeness[4];
     for (int j = 0; j < count; ++j) {
-      if (costs[j].measured) {
-        by_likeness[likeness(kernels[i], kernels[j])].add(costs[j], derived[j]);
-      }
+      const int like = costs[j].measured ? likeness(kernels[i], kernels[j]) : -1;
+      if (like >= 0) by_likeness[like].add(costs[j], derived[j]);
     }
     for (int like = 3; like >= 0; --like) {
       if (by_likeness[like].kernels == 0) continue;
@@ -378,6 +396,7 @@ double persistent_us(const KernelCost& cost, const DeviceModel& model, int64_t t
 
 double traffic_bytes(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
                      const Extent& e, int split) {
+  if (is_depthwise(k)) return e.unique_bytes;  // tiles share no channel of X
   const int64_t rows = (e.m + k.bm - 1) / k.bm, columns = (e.n + k.bn - 1) / k.bn;
   const int64_t tiles = rows * columns * e.batch;
   const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
@@ -387,7 +406,7 @@ double traffic_bytes(const mp_kernel& k, const KernelCost& cost, const DeviceMod
   if (waves >= 1 && bytes > model.l2_bytes) {
     const double high = std::min<int64_t>(std::max(k.group_m, 1), rows);
     const double wide = std::min<double>(std::ceil(slots / high), columns);
-    const double wave = (high * k.bm + wide * k.bn) * double(e.k) * e.element_bytes;
+    const double wave = (high * k.bm + wide * k.bn * e.b_distinct) * double(e.k) * e.element_bytes;
     bytes = std::max(bytes, wave * waves);
   }
   return bytes;

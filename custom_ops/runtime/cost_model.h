@@ -53,6 +53,9 @@ struct Extent {
   // Of the matrices as they are stored: rows that do not start at multiples of 128 bytes, the lines
   // of the caches, and rows of B that are shorter.
   bool a_crosses_lines, b_crosses_lines, b_rows_short;
+  // Of what a column of B takes to load, the part that is in the memory once: the taps of a
+  // convolution meet the same pixels.
+  double b_distinct = 1;
 };
 
 constexpr int kLineBytes = 128;  // of the caches

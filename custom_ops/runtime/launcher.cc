@@ -259,7 +259,7 @@ void Launcher::load(int dtype, int precision) {
   std::vector<int> wanted;
   for (int i = 0; i < pack_->kernel_count(); ++i) {
     const mp_kernel& k = pack_->kernel(i);
-    if (k.dtype == dtype && k.precision == precision && !functions_[i] &&
+    if (computes_in(k, dtype, precision) && !functions_[i] &&
         k.shared_bytes <= device.shared_per_block) {
       wanted.push_back(i);
     }

@@ -134,21 +134,70 @@ def test_batch_groups_beyond_two_are_launched_one_by_one() -> None:
     )
 
 
-def test_convolutions_are_listed_without_a_plan() -> None:
+def _with_weights(text: str, **weights: tuple[int, ...]) -> onnx.ModelProto:
+    model = parser.parse_model(text)
+    for name, shape in weights.items():
+        model.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.zeros(shape, np.float16), name)
+        )
+    return model
+
+
+def test_convolutions_are_planned_as_sessions_plan_them() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+        g (float16[b, 64, h, w] x, float16[64, 1, 3, 3] d) => (float16[b, 8, h2, w2] y) {
+          [wide] t = Conv <pads = [1, 1, 1, 1], strides = [2, 1]> (x, k)
+          [point] s = Conv (t, p)
+          [depth] r = Conv <group = 64, auto_pad = "SAME_UPPER"> (s, d)
+          [up] y = ConvTranspose <strides = [2, 2]> (r, u) }"""
+    model = _with_weights(text, k=(32, 64, 3, 3), p=(64, 32, 1, 1), u=(64, 8, 2, 2))
+    plans = {plan.name: plan for plan in explain(model, {"b": 2, "h": 20, "w": 16}, gpu="H200")}
+    extents = {name: (p.m, p.n, p.k, p.batch) for name, p in plans.items()}
+    assert extents == {
+        "wide": (32, 160, 64 * 9, 2),
+        "point": (64, 160, 32, 2),
+        "depth": (1, 160, 9, 2 * 64),
+        "up": (8, 640, 64 * 4, 2),
+    }
+    families = {name: plan.regions[0].kernel.split("_f16")[0] for name, plan in plans.items()}
+    assert families["wide"] == "conv"
+    assert families["point"].startswith("gemm_")
+    assert families["depth"] == "conv_depthwise"
+    assert families["up"] == "conv_transposed"
+    assert [name for name, plan in plans.items() if plan.repacked] == ["wide", "up"]
+    assert all(plan.predicted_us > 0 and plan.regions[0].waves > 0 for plan in plans.values())
+    assert plans["depth"].regions[0].m == 64
+    assert "(w repacked)" in str(explain(model, {"b": 2, "h": 20, "w": 16}, node="wide"))
+
+
+def test_a_pointwise_convolution_of_odd_rows_may_be_convolved() -> None:
+    """79 pixels are loaded one by one either way; convolutions load them a step ahead."""
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+        g (float16[b, 512, 1, w] x) => (float16[b, 512, 1, w] y) { y = Conv (x, k) }"""
+    model = _with_weights(text, k=(512, 512, 1, 1))
+    kernels = {}
+    for width in (64, 79):
+        (plan,) = explain(model, {"b": 8, "w": width}, gpu="H200")
+        assert (plan.m, plan.n, plan.k, plan.batch, plan.repacked) == (512, width, 512, 8, False)
+        kernels[width] = plan.regions[0].kernel
+    assert kernels[64].startswith("gemm_tma")
+    assert not kernels[79].startswith("gemm_tma_f16")
+
+
+def test_convolutions_that_cannot_run_say_why() -> None:
     text = """<ir_version: 8, opset_import: ["" : 18]>
         g (float[b, 3, h, 9] x, float[4, 3, 3, 3] k, float[h, h] w) => (y, z)
         { [first] t = Conv (x, k)  [up] y = ConvTranspose (t, k)  z = MatMul (w, w) }"""
-    model = moonpoly_ort.rewrite(
-        parser.parse_model(text), rules=["conv", "conv_transpose", "matmul"]
-    ).model
+    model = moonpoly_ort.rewrite(parser.parse_model(text)).model
     conv, transposed, product = explain(model, {"b": 2, "h": 7}, gpu="H200")
     assert (conv.name, conv.op, conv.dtype) == ("first", "Conv", "f32")
     assert conv.inputs == ((2, 3, 7, 9), (4, 3, 3, 3))
     assert transposed.inputs == ((2, 4, 5, 7), (4, 3, 3, 3))
-    for plan in (conv, transposed):
-        assert plan.why_not.startswith(f"{plan.op} is not planned yet")
-        assert not plan.regions
-    assert product.regions
+    for plan in (conv, transposed, product):
+        assert plan.regions
+        assert not plan.why_not
+    empty, _, _ = explain(model, {"b": 0, "h": 7}, gpu="H200")
+    assert (empty.regions, empty.why_not) == ((), "the output is empty: nothing is launched")
 
 
 def test_an_empty_product_launches_nothing(model: Path) -> None:

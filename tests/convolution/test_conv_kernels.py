@@ -24,8 +24,8 @@ TF32, IEEE = native.Precision.TF32, native.Precision.IEEE
 
 @functools.cache
 def catalog(sm: int) -> native.Pack:
-    """The kernels without code, those on trial included."""
-    kernels = compiling.catalog_kernels(sm, trial=True)
+    """The kernels without code, in a file that no other checkout on this machine writes."""
+    kernels = compiling.catalog_kernels(sm)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / packs.pack_name(sm)
         pack_format.write_pack(path, sm, kernels, key="0" * 64, triton="none")

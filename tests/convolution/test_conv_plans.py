@@ -116,10 +116,11 @@ def test_forced_kernels_say_why_they_refuse() -> None:
         pack.plan(device, problem, kernel=index("conv_f16"))
     with pytest.raises(ProblemError, match="does not exist"):
         pack.plan_conv(device, _conv(), kernel=len(names))
-    split = index("conv_f16_64x64x32_w4_s3_split_a2")
-    assert pack.plan_conv(device, _conv(), kernel=split, split=9).regions[0].split == 9
+    split = index("conv_f16_64x64x32_w4_s3_split_a16")
+    packed, _ = native.conv_packed(_conv(c=32))
+    assert pack.plan_conv(device, packed, kernel=split, split=9).regions[0].split == 9
     with pytest.raises(ProblemError, match="cannot cut 9 K steps into 10 slices"):
-        pack.plan_conv(device, _conv(), kernel=split, split=10)
+        pack.plan_conv(device, packed, kernel=split, split=10)
 
 
 def test_channels_of_many_pixels_go_to_kernels_with_wide_addresses() -> None:

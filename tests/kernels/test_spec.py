@@ -37,11 +37,11 @@ def test_names_are_unique_and_fit_the_pack(sm: int) -> None:
 def test_listed_kernels_are_legal_and_within_budget(sm: int) -> None:
     listed = specs(sm)
     assert [why_illegal(s, sm) for s in listed] == [None] * len(listed)
-    assert 200 <= len(listed) <= 800  # a pack builds in minutes
-    assert not any(s.family.convolves for s in listed)
+    assert 300 <= len(listed) <= 900  # a pack builds in minutes
+    assert 80 <= sum(s.family.convolves for s in listed) <= 100
     on_trial = specs(sm, trial=True)
     assert [why_illegal(s, sm) for s in on_trial] == [None] * len(on_trial)
-    assert 90 <= sum(s.family.convolves for s in on_trial) <= 150
+    assert set(listed) <= set(on_trial)
     assert listed == specs(sm)
 
 

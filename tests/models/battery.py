@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-from moonpoly_ort.graph_passes import pipeline
 from numpy.typing import NDArray
 
 import moonpoly_ort
@@ -26,12 +25,6 @@ FOLDING = "batch_normalization"
 """The rule that changes weights, and so the bits of results."""
 
 ALL_RULES = tuple(rule.name for rule in moonpoly_ort.list_rules() if rule.name != FOLDING)
-"""Those too that apply only on request."""
-
-TAKEN_BY_DEFAULT = frozenset(
-    rule.op_type for rule in moonpoly_ort.list_rules() if rule.name in pipeline.select(None, ())
-)
-"""Operators that sessions take, and so run in the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,8 @@ class Rewritten:
 
 
 def rewrite_file(path: Path, folder: Path, **options: Any) -> Rewritten:
-    """Rewrites `path` into `folder`, by all rules unless `options` say which; requires that only
-    taken nodes changed, and a true report.
+    """Rewrites `path` into `folder`, by all rules that keep weights unless `options` say which;
+    requires that only taken nodes changed, and a true report.
     """
     after = folder / "rewritten.onnx"
     options.setdefault("rules", ALL_RULES)

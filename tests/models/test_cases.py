@@ -11,26 +11,17 @@ import pytest
 from numpy.typing import NDArray
 
 import moonpoly_ort
-from moonpoly_ort.sizing import all_nodes
 from tests.corpus import cases
 from tests.corpus.comparing import BFLOAT16, bound
 from tests.corpus.references import Float64Reference, outputs_of, plain_session
 
 from . import battery
 
-
-def _taken_operators(case: cases.Case) -> set[str]:
-    model = case.model()
-    bodies = (model.graph.node, *(function.node for function in model.functions))
-    nodes = (node for body in bodies for node in all_nodes(body))
-    return {node.op_type for node in nodes if node.output[0] in case.taken}
-
-
 _STATIC = tuple(case for case in cases.ALL if "static" in case.left.values())
 _INTERPRETED = tuple(
     case
     for case in cases.ALL
-    if battery.TAKEN_BY_DEFAULT.intersection(_taken_operators(case))
+    if case.taken
     and (case.runs if case.runs_with_library is None else case.runs_with_library)
     and case.id != "mm_flops_2e32"  # half a minute; a GPU runs it
 )

@@ -25,8 +25,6 @@ EXPECTED: Mapping[str, tuple[Mapping[str, int], Mapping[tuple[str, str], int]]] 
     "silero_vad_op18": ({"Gemm": 4, "Conv": 12}, {}),
 }
 
-_INTERPRETED = [m for m in wheels.ALL if battery.TAKEN_BY_DEFAULT.intersection(EXPECTED[m.id][0])]
-
 
 @pytest.fixture(scope="module", params=wheels.ALL, ids=lambda model: model.id)
 def model(request: pytest.FixtureRequest) -> wheels.WheelModel:
@@ -78,7 +76,6 @@ def test_normalizations_are_folded(model: wheels.WheelModel, folded: int) -> Non
             assert relative_error(value, wanted[name]) <= 1.5 * error + 1e-6
 
 
-@pytest.mark.parametrize("model", _INTERPRETED, ids=lambda model: model.id)
 def test_kernels_give_the_exact_values(model: wheels.WheelModel) -> None:
     """Every product, those inside branches too. The interpreter rounds no operand to TF32, whose
     kernels are fewer blocks and so quicker here: the accuracy is that of fp32, which is little for

@@ -34,7 +34,7 @@ def size_of(param: Param) -> int:
 def pack_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels of the catalog, with code that the fake driver takes."""
     kernels = []
-    for kernel in compiling.catalog_kernels(90, trial=True):
+    for kernel in compiling.catalog_kernels(90):
         sizes = [size_of(param) for param in kernel.params]
         if kernel.spec.family.convolves:
             cubin = b"FAKE" + struct.pack(f"<{len(sizes) + 1}i", len(sizes), *sizes)
