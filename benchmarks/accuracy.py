@@ -41,6 +41,32 @@ class Judgement:
         return self.excess <= 1
 
 
+class Tally:
+    """Outputs of one result, compared part by part on `device`; `k`: products summed for each."""
+
+    def __init__(self, dtype: str, k: int, device: torch.device) -> None:
+        self._tiny, self._factors = TINY[dtype], factors(dtype, k)
+        self._squares = torch.zeros(2, dtype=torch.float64, device=device)
+        self._excess = torch.zeros((), dtype=torch.float64, device=device)
+        self._outputs = 0
+
+    def add(self, y: torch.Tensor, reference: torch.Tensor, norms: torch.Tensor) -> None:
+        """`norms` are S, and broadcast to `reference`, which is float64 and overwritten."""
+        of_result, of_norms = self._factors
+        difference = (y.double() - reference).abs_()
+        self._squares += torch.stack([difference.square().sum(), reference.square().sum()])
+        bound = reference.abs_().mul_(of_result).add_(self._tiny)
+        bound += of_norms * norms
+        share = difference.div_(bound).nan_to_num_(math.inf, math.inf, math.inf)
+        self._excess = torch.maximum(self._excess, share.max())
+        self._outputs += y.numel()
+
+    def judgement(self) -> Judgement:
+        wrong, whole, largest = torch.cat([self._squares, self._excess[None]]).tolist()
+        error = math.sqrt(wrong / whole) if whole > 0 else (0.0 if wrong == 0 else math.inf)
+        return Judgement(error if math.isfinite(error) else math.inf, largest, self._outputs)
+
+
 def factors(dtype: str, k: int) -> tuple[float, float]:
     """The factors of |y| and of S in the bound."""
     rounding = ROUNDING[dtype]
@@ -74,9 +100,7 @@ def judge(
     batch, m, k = a.shape
     n = b.shape[2]
     index = sampled_rows(m, int(most_flops // max(2 * batch * n * k, 1))).to(a.device)
-    of_result, of_norms = factors(dtype, k)
-    squares = torch.zeros(2, dtype=torch.float64, device=a.device)
-    excess = torch.zeros((), dtype=torch.float64, device=a.device)
+    tally = Tally(dtype, k, a.device)
     entries = max(1, CHUNK // max(index.numel() * n, k * n, index.numel() * k))
     for z in range(0, batch, entries):
         right = b[z : z + entries].double()
@@ -84,13 +108,6 @@ def judge(
         rows_at_once = max(1, CHUNK // (min(entries, batch) * max(n, k)))
         for rows in torch.split(index, rows_at_once):
             left = a[z : z + entries, rows].double()
-            reference = torch.matmul(left, right)
-            difference = (y[z : z + entries, rows].double() - reference).abs_()
-            squares += torch.stack([difference.square().sum(), reference.square().sum()])
-            bound = reference.abs_().mul_(of_result).add_(TINY[dtype])
-            bound += of_norms * left.norm(dim=2, keepdim=True) * columns
-            share = difference.div_(bound).nan_to_num_(math.inf, math.inf, math.inf)
-            excess = torch.maximum(excess, share.max())
-    wrong, whole, largest = torch.cat([squares, excess[None]]).tolist()
-    error = math.sqrt(wrong / whole) if whole > 0 else (0.0 if wrong == 0 else math.inf)
-    return Judgement(error if math.isfinite(error) else math.inf, largest, batch * len(index) * n)
+            norms = left.norm(dim=2, keepdim=True) * columns
+            tally.add(y[z : z + entries, rows], torch.matmul(left, right), norms)
+    return tally.judgement()

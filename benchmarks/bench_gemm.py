@@ -58,7 +58,7 @@ def measure_kernels(
     ordinal = setting.provider.ordinal
     l2_bytes = torch.cuda.get_device_properties(ordinal).L2_cache_size
     timer = Interleaved(setting.provider.torch_device, l2_bytes)
-    _facts(setting, timer, dtypes, folder / FACTS)
+    write_facts(setting, timer, dtypes, folder / FACTS)
     bench = kernel_only.KernelOnly(setting, timer, CublasLt() if lt else None)
     out = csv_rows.CsvRows(folder / KERNELS, kernel_only.HEAD, kernel_only.KEY)
     for dtype in dtypes:
@@ -92,7 +92,7 @@ def measure_sessions(
             )  # fmt: skip
 
 
-def _facts(setting: Setting, timer: Interleaved, dtypes: list[str], path: Path) -> None:
+def write_facts(setting: Setting, timer: Interleaved, dtypes: list[str], path: Path) -> None:
     """Writes gpu.json, or adds to it: bandwidth, launch time, and a large product in each dtype."""
     facts: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not facts:

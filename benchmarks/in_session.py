@@ -189,10 +189,10 @@ class InSession:
             outputs[name] = [y[0].fill_(torch.nan) for y in made]
             named = {f"y{i}": y for i, y in enumerate(outputs[name])}
             bound[name] = Bound(session, self.provider, {"a": a[0]}, named)
-        before = _planned()
+        before = plans_made()
         for one in bound.values():
             one.run()
-        planned = _planned() - before
+        planned = plans_made() - before
         apart = max(
             difference(outputs["ours"][i], outputs["ort"][i], row.k) for i in {0, nodes - 1}
         )
@@ -214,7 +214,7 @@ class InSession:
         return found
 
 
-def _planned() -> int:
+def plans_made() -> int:
     """How many products the library has been asked for in this process."""
     stats = native.stats()
     return int(stats.plan_hits + stats.plan_misses)

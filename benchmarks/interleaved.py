@@ -21,6 +21,7 @@ MOST_LAUNCHES = 64  # in a graph; recording one takes about 10 us
 REPLAY_US = 300.0  # long against the start of a graph, about 10 us
 ROUNDS = (3, 15)
 FLUSH_US = 40.0
+HOST_CYCLES = 100_000  # of the GPU's clock, 50 us: longer than the host takes for a launch
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,23 @@ class Interleaved:
         round_us = sum(samples[0] for samples in first.values()) * loop.launches + flushes
         samples = self._rounds(graphs, loop, rounds_for(self.seconds, round_us))
         return {name: Timing.of(taken) for name, taken in samples.items()}
+
+    def enqueued(self, launch: Launch, loop: Loop) -> Timing:
+        """Microseconds per launch of what no graph can hold: calls enqueued behind a wait on the
+        GPU, which gives the host time to be ahead of it.
+        """
+        samples = []
+        for _ in range(ROUNDS[0] + 1):
+            start, end = _event(), _event()
+            torch.sum(self._filler, dim=0, out=self._sum)
+            torch.cuda._sleep(loop.launches * HOST_CYCLES)
+            start.record()
+            for index in range(loop.launches):
+                launch(index % loop.sets)
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e3 / loop.launches)
+        return Timing.of(samples[1:])
 
     def fastest(self, launches: Sequence[Launch], loop: Loop, seconds: float = 0.25) -> int:
         """The index of the launch that is fastest in a quick pass.

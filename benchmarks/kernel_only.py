@@ -6,6 +6,7 @@ once more after the timing, which may have left something behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.interleaved import Interleaved, Loop, floor_us
 from benchmarks.machine import Setting
 from benchmarks.measuring import Launch
 from benchmarks.operand_sets import OperandSets, set_bytes
-from benchmarks.operands import BITS, DTYPES, NUMBERS
+from benchmarks.operands import DTYPES, NUMBERS
 from benchmarks.suites import Row
 from moonpoly_ort.errors import DeviceError, MoonPolyError
 
@@ -61,6 +62,63 @@ def key(row: Row, dtype: str) -> tuple[str, ...]:
     return str(row.seed), row.op, row.id, dtype
 
 
+def guarded(setting: Setting, found: Found, measure: Callable[[], Found]) -> Found:
+    """`found` and what `measure` adds to it; where we have no plan, or memory does not suffice,
+    the status `failed` and why.
+
+    Raises:
+        DeviceLost: a fault on the GPU.
+    """
+    try:
+        return found | measure()
+    except (MoonPolyError, torch.OutOfMemoryError) as error:
+        found |= {"status": "failed", "note": one_line(error)}
+    except RuntimeError as error:
+        if "CUDA error" not in str(error):
+            raise
+        raise DeviceLost(found | {"status": "failed", "note": one_line(error)}) from error
+    try:
+        setting.provider.synchronize()
+    except RuntimeError as error:  # a fault of ours that came back as an error of a launch
+        raise DeviceLost(found) from error
+    if setting.provider.is_cuda and torch.cuda.memory_reserved() > MOST_RESERVED:
+        torch.cuda.empty_cache()
+    return found
+
+
+def same_again(
+    y: torch.Tensor, launch: Launch, first: torch.Tensor, times: int = 1
+) -> bool:  # fmt: skip
+    """Whether launches on the first operand set, whose output is `y`, give the bits of `first`."""
+    bits = {2: torch.int16, 4: torch.int32}[y.element_size()]
+    differs = torch.zeros((), dtype=torch.bool, device=y.device)
+    for _ in range(times):
+        y.fill_(torch.nan)
+        launch(0)
+        differs |= (y.view(bits) != first.view(bits)).any()
+    return not bool(differs)
+
+
+def verdict(setting: Setting, checked: Mapping[str, Checked]) -> Found:
+    """The columns of what was checked: status, note, error, excess, identical."""
+    judged = [one.judgement for one in checked.values()]
+    identical = all(one.identical for one in checked.values())
+    notes = [
+        f"{name}: an output is {one.judgement.excess:.3g} times its bound off"
+        for name, one in checked.items()
+        if not one.judgement.right
+    ]
+    notes += [f"{name}: runs differ" for name, one in checked.items() if not one.identical]
+    if left := setting.runner.counters_left():
+        notes.append(f"{left} counters are not back at 0")
+        setting.runner.clear_counters()  # not to fail the rows behind this one
+    return {
+        "status": "wrong" if notes else "ok", "note": "; ".join(notes),
+        "error": max(one.error for one in judged), "excess": max(one.excess for one in judged),
+        "identical": identical,
+    }  # fmt: skip
+
+
 @dataclass
 class Checked:
     """What the repetitions of one launch gave."""
@@ -89,22 +147,9 @@ class KernelOnly:
         Raises:
             DeviceLost: a fault on the GPU.
         """
-        found = identity(row, dtype)
-        try:
-            return found | self._measure(row, dtype)
-        except (MoonPolyError, torch.OutOfMemoryError) as error:
-            found |= {"status": "failed", "note": one_line(error)}
-        except RuntimeError as error:
-            if "CUDA error" not in str(error):
-                raise
-            raise DeviceLost(found | {"status": "failed", "note": one_line(error)}) from error
-        try:
-            self.setting.provider.synchronize()
-        except RuntimeError as error:  # a fault of ours that came back as an error of a launch
-            raise DeviceLost(found) from error
-        if self.setting.provider.is_cuda and torch.cuda.memory_reserved() > MOST_RESERVED:
-            torch.cuda.empty_cache()
-        return found
+        return guarded(
+            self.setting, identity(row, dtype), lambda: self._measure(row, dtype)
+        )  # fmt: skip
 
     def _measure(self, row: Row, dtype: str) -> Found:
         element_bytes = DTYPES[NUMBERS[dtype][0]].itemsize
@@ -132,10 +177,12 @@ class KernelOnly:
                     f"allowed_{end}": found[f"alone_{end}"] for end in ("us", "low_us", "high_us")
                 }
             for name, launch in launches.items():
-                checked[name].identical &= self._same_again(operands, launch, checked[name].first)
-        verdict = self._verdict(checked)
-        notes = "; ".join(note for note in (found.pop("note", ""), verdict.pop("note")) if note)
-        return found | verdict | {"note": notes}
+                checked[name].identical &= same_again(
+                    operands.y[0], launch, checked[name].first
+                )  # fmt: skip
+        judged = verdict(self.setting, checked)
+        notes = "; ".join(note for note in (found.pop("note", ""), judged.pop("note")) if note)
+        return found | judged | {"note": notes}
 
     def _launches(
         self, operands: OperandSets, chosen: dict[str, contenders.Chosen]
@@ -171,38 +218,8 @@ class KernelOnly:
         launch(0)
         first = y.clone()
         judgement = accuracy.judge(operands.a[0], operands.b[0], first, operands.dtype)
-        identical = self._same_again(operands, launch, first, REPETITIONS - 1)
+        identical = same_again(y, launch, first, REPETITIONS - 1)
         return Checked(judgement, identical, first)
-
-    @staticmethod
-    def _same_again(
-        operands: OperandSets, launch: Launch, first: torch.Tensor, times: int = 1
-    ) -> bool:
-        y, bits = operands.y[0], BITS[NUMBERS[operands.dtype][0]]
-        differs = torch.zeros((), dtype=torch.bool, device=y.device)
-        for _ in range(times):
-            y.fill_(torch.nan)
-            launch(0)
-            differs |= (y.view(bits) != first.view(bits)).any()
-        return not bool(differs)
-
-    def _verdict(self, checked: dict[str, Checked]) -> Found:
-        judged = [one.judgement for one in checked.values()]
-        identical = all(one.identical for one in checked.values())
-        notes = [
-            f"{name}: an output is {one.judgement.excess:.3g} times its bound off"
-            for name, one in checked.items()
-            if not one.judgement.right
-        ]
-        notes += [f"{name}: runs differ" for name, one in checked.items() if not one.identical]
-        if left := self.setting.runner.counters_left():
-            notes.append(f"{left} counters are not back at 0")
-            self.setting.runner.clear_counters()  # not to fail the rows behind this one
-        return {
-            "status": "wrong" if notes else "ok", "note": "; ".join(notes),
-            "error": max(one.error for one in judged), "excess": max(one.excess for one in judged),
-            "identical": identical,
-        }  # fmt: skip
 
     def _timed(
         self, timer: Interleaved, operands: OperandSets, launches: dict[str, Launch],

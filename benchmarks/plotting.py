@@ -2,9 +2,10 @@
 
     python -m benchmarks.plotting FOLDER/kernels.csv --output picture.png [--dtype f16]
 
-Left, the speed-up over cuBLAS by FLOPs per byte; right, a roofline: what each row reaches, ours
-and cuBLAS, under the measured copy bandwidth and the fastest product. These two are read from
-`gpu.json` beside the CSV; without it there are no lines.
+Left, the speed-up over the vendor's library by FLOPs per byte: cuBLAS for products, cuDNN for
+convolutions. Right, a roofline: what each row reaches, ours and the library, under the measured
+copy bandwidth and the fastest product. These two are read from `gpu.json` beside the CSV; without
+it there are no lines.
 """
 
 from __future__ import annotations
@@ -20,27 +21,31 @@ from benchmarks import csv_rows, summaries
 from benchmarks.measuring import geometric_mean
 from benchmarks.summaries import Line
 
-COLOURS = {"skinny (M <= 16)": "tab:orange", "N or K unaligned": "tab:green", "batched": "tab:red",
-           "other": "tab:blue"}  # fmt: skip
+COLOURS = {
+    "skinny (M <= 16)": "tab:orange", "N or K unaligned": "tab:green", "batched": "tab:red",
+    "other": "tab:blue", "dense": "tab:blue", "pointwise": "tab:green", "depthwise": "tab:red",
+    "few channels": "tab:orange",
+}  # fmt: skip
+VENDORS = {"cublas": "cuBLAS", "cudnn": "cuDNN"}
 TICKS = (0.125, 0.25, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A row: FLOPs per byte, speed-up, TFLOP/s of ours and of cuBLAS, and its kind."""
+    """A row: FLOPs per byte, speed-up, TFLOP/s of ours and of the vendor, and its kind."""
 
     intensity: float
     speedup: float
     ours: float
-    cublas: float
+    vendor: float
     kind: str
 
 
-def points(lines: Sequence[Line], ours: str) -> list[Point]:
+def points(lines: Sequence[Line], ours: str, vendor: str = "cublas") -> list[Point]:
     """Of the rows that are right and have both times."""
     found = []
     for line in lines:
-        mine, other = summaries.time_of(line, ours), summaries.time_of(line, "cublas")
+        mine, other = summaries.time_of(line, ours), summaries.time_of(line, vendor)
         if line["status"] != "ok" or not mine or not other:
             continue
         work = summaries.flops(line)
@@ -52,6 +57,8 @@ def points(lines: Sequence[Line], ours: str) -> list[Point]:
 
 
 def _kind(line: Line) -> str:
+    if line["op"] == "conv":
+        return line["class"]
     if line["op"] == "bmm":
         return "batched"
     if summaries.unaligned(line):
@@ -67,9 +74,14 @@ def draw(
     Raises:
         ValueError: no row has the times it needs.
     """
-    found = points([line for line in lines if line["dtype"] == dtype], ours)
+    some = [line for line in lines if line["dtype"] == dtype]
+    convolutions = any(line["op"] == "conv" for line in some)
+    base = "cudnn" if convolutions else "cublas"
+    vendor = VENDORS[base]
+    title = "convolutions" if convolutions else f"{summaries.OURS[ours]}: products"
+    found = points(some, "ours" if convolutions else ours, base)
     if not found:
-        raise ValueError(f"no row of {dtype} has times of {ours!r} and of cuBLAS")
+        raise ValueError(f"no row of {dtype} has times of {ours!r} and of {vendor}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -78,31 +90,31 @@ def draw(
     left, right = figure.subplots(1, 2)
     mean = geometric_mean([p.speedup for p in found])
     figure.suptitle(
-        f"{facts.get('gpu', '')} {dtype}, {summaries.OURS[ours]}: {len(found)} products, geometric "
-        f"mean {mean:.3f} of cuBLAS' speed"
+        f"{facts.get('gpu', '')} {dtype}, {title} ({len(found)}), geometric mean {mean:.3f} of the "
+        f"speed of {vendor}"
     )
     for kind, colour in COLOURS.items():
-        some = [point for point in found if point.kind == kind]
-        if some:
+        alike = [point for point in found if point.kind == kind]
+        if alike:
             left.scatter(
-                [p.intensity for p in some], [p.speedup for p in some], s=12, c=colour,
-                label=f"{kind} ({len(some)})",
+                [p.intensity for p in alike], [p.speedup for p in alike], s=12, c=colour,
+                label=f"{kind} ({len(alike)})",
             )  # fmt: skip
     left.axhline(1, color="black", linewidth=0.8)
-    left.set(xscale="log", yscale="log", ylabel="speed-up over cuBLAS")
+    left.set(xscale="log", yscale="log", ylabel=f"speed-up over {vendor}")
     speedups = [point.speedup for point in found]
     ticks = [x for x in TICKS if 0.8 * min(speedups) <= x <= 1.2 * max(speedups)]
     left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     left.set_yticks([], minor=True)
     left.legend(fontsize=8)
     intensities = [point.intensity for point in found]
-    right.scatter(intensities, [p.cublas for p in found], s=12, c="tab:gray", label="cuBLAS")
+    right.scatter(intensities, [p.vendor for p in found], s=12, c="tab:gray", label=vendor)
     right.scatter(intensities, [p.ours for p in found], s=12, c="tab:blue", label="ours")
     _roof(right, facts, dtype, min(intensities), max(intensities))
     right.set(xscale="log", yscale="log", ylabel="TFLOP/s")
     right.legend(fontsize=8)
     for axes in (left, right):
-        axes.set_xlabel("FLOPs per byte (A, B and Y once)")
+        axes.set_xlabel("FLOPs per byte (operands and result once)")
         axes.grid(alpha=0.3)
     figure.savefig(output, dpi=130)
 
@@ -131,11 +143,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("csv", type=Path, nargs="+", help="kernel-only rows of bench_gemm")
+    parser.add_argument("csv", type=Path, nargs="+", help="kernels.csv of either bench")
     parser.add_argument("--output", type=Path, required=True, help="PNG")
     parser.add_argument("--dtype", default="f16")
     parser.add_argument(
-        "--ours", default="alone", choices=list(summaries.OURS), help="which of our two times"
+        "--ours",
+        default="alone",
+        choices=list(summaries.OURS),
+        help="of products: which time",
     )
     arguments = parser.parse_args()
     try:

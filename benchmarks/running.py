@@ -82,19 +82,29 @@ def our_session(
     options: ort.SessionOptions | None = None,
     precision: Precision = "tf32",
     cuda_graphs: int | moonpoly_ort.GraphLimits = 0,
+    rules: Sequence[str] | None = None,
     **provider_options: str,
 ) -> ort.InferenceSession:
-    """`moonpoly_ort.InferenceSession`: the model is rewritten, and on CUDA the library registered.
+    """`moonpoly_ort.InferenceSession`: the model is rewritten, by `rules` if they are named, and
+    on CUDA the library registered.
 
     Raises where the library cannot be used on CUDA: a quiet fallback would measure ONNX Runtime
     itself.
     """
-    source = str(model) if isinstance(model, Path) else model
+    source: str | bytes = str(model) if isinstance(model, Path) else model
+    if rules is not None:
+        source = moonpoly_ort.rewrite(source, rules=rules).model.SerializeToString()
     return moonpoly_ort.InferenceSession(
         source, options or session_options(), providers=provider.listed(**provider_options),
         backend="cuda" if provider.is_cuda else "auto", precision=precision, pack=provider.pack,
         cuda_graphs=cuda_graphs if provider.is_cuda else 0,
+        rewrite=rules is None,
     )  # fmt: skip
+
+
+def every_rule() -> tuple[str, ...]:
+    """The names of all rules, those on request among them."""
+    return tuple(rule.name for rule in moonpoly_ort.list_rules())
 
 
 class Bound:

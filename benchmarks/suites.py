@@ -123,6 +123,9 @@ class Draw:
     def one_of(self, values: tuple[int, ...]) -> int:
         return self._random.choice(values)
 
+    def between(self, low: float, high: float) -> float:
+        return self._random.uniform(low, high)
+
     def chance(self) -> float:
         return self._random.random()
 

@@ -79,11 +79,15 @@ def skinny(line: Line) -> bool:
 
 
 def flops(line: Line) -> float:
+    if "flops" in line:
+        return float(line["flops"])
     return 2.0 * math.prod(int(line[column]) for column in ("batch", "m", "n", "k"))
 
 
 def moved_bytes(line: Line) -> float:
-    """A, B and Y once."""
+    """The operands and the result once."""
+    if "bytes" in line:
+        return float(line["bytes"])
     batch, m, n, k = (int(line[column]) for column in ("batch", "m", "n", "k"))
     return float(batch * (m * k + k * n + m * n) * ELEMENT_BYTES[line["dtype"]])
 
@@ -100,7 +104,7 @@ def bandwidth_shares(lines: Sequence[Line], ours: str, gbps: float) -> list[floa
 
 def prediction(lines: Sequence[Line], ours: str) -> dict[str, float] | None:
     """Predicted over measured time: geometric mean, and the median factor it is off by."""
-    column = "predicted_us" if ours == "alone" else "allowed_predicted_us"
+    column = "allowed_predicted_us" if ours == "allowed" else "predicted_us"
     quotients = []
     for line in lines:
         us = time_of(line, ours)
@@ -131,9 +135,9 @@ def kernels(lines: Sequence[Line], gbps: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rows": len(lines),
         "refused by cuBLAS": len(lines) - len(counted),
-        "wrong": [_name(line) for line in counted if line["status"] == "wrong"],
-        "failed": [_name(line) for line in counted if line["status"] == "failed"],
-        "not identical": [_name(line) for line in counted if line["identical"] == "0"],
+        "wrong": [row_name(line) for line in counted if line["status"] == "wrong"],
+        "failed": [row_name(line) for line in counted if line["status"] == "failed"],
+        "not identical": [row_name(line) for line in counted if line["identical"] == "0"],
         "largest error": max((float(line["error"]) for line in sound), default=None),
     }
     for ours in OURS:
@@ -168,8 +172,8 @@ def sessions(lines: Sequence[Line]) -> dict[str, Any]:
     }
     return {
         "rows": len(lines),
-        "wrong": [_name(line) for line in lines if line["status"] == "wrong"],
-        "failed": [_name(line) for line in lines if line["status"] == "failed"],
+        "wrong": [row_name(line) for line in lines if line["status"] == "wrong"],
+        "failed": [row_name(line) for line in lines if line["status"] == "failed"],
         "classes": classes,
     }
 
@@ -189,17 +193,22 @@ def summary(lines: Sequence[Line], gbps: float | None = None) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for kind, (members, make) in kinds.items():
-        groups: dict[str, list[Line]] = {}
-        seeds = {line["seed"] for line in members}
-        for line in members:
-            label = f"{line['dtype']}, seed {line['seed']}" if len(seeds) > 1 else line["dtype"]
-            groups.setdefault(label, []).append(line)
-        if groups:
+        if groups := by_dtype(members):
             found[kind] = {label: make(group) for label, group in groups.items()}
     return found
 
 
-def _name(line: Line) -> str:
+def by_dtype(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Lines by dtype, and by seed where there are several."""
+    groups: dict[str, list[Line]] = {}
+    seeds = {line["seed"] for line in lines}
+    for line in lines:
+        label = f"{line['dtype']}, seed {line['seed']}" if len(seeds) > 1 else line["dtype"]
+        groups.setdefault(label, []).append(line)
+    return groups
+
+
+def row_name(line: Line) -> str:
     return f"{line['op']} {line['id']}"
 
 
@@ -213,8 +222,8 @@ def markdown(found: Mapping[str, Any]) -> str:
         parts.append(_kernels_text(dtype, one))
     for dtype, one in found.get("sessions", {}).items():
         head = f"### {dtype}, in session: {one['rows']} rows over ONNX Runtime's CUDA MatMul"
-        table = {name: {"ort": figures} for name, figures in one["classes"].items()}
-        parts.append("\n".join([head, "", *_troubles(one), *_table(table, {"ort": "ORT CUDA"})]))
+        classes = {name: {"ort": figures} for name, figures in one["classes"].items()}
+        parts.append("\n".join([head, "", *troubles(one), *table(classes, {"ort": "ORT CUDA"})]))
     return "\n\n".join(parts)
 
 
@@ -222,7 +231,7 @@ def _kernels_text(dtype: str, one: Mapping[str, Any]) -> str:
     lines = [f"### {dtype}, GPU alone: {one['rows']} rows", ""]
     if one["refused by cuBLAS"]:
         lines.append(f"* cuBLAS refuses {one['refused by cuBLAS']} rows")
-    lines += _troubles(one)
+    lines += troubles(one)
     if one["largest error"] is not None:
         lines.append(f"* largest relative error: {one['largest error']:.2g}")
     for ours, title in OURS.items():
@@ -230,7 +239,7 @@ def _kernels_text(dtype: str, one: Mapping[str, Any]) -> str:
             continue
         entry = one[ours]
         lines += ["", f"#### {dtype}, {title}", ""]
-        lines += _table(entry["classes"], BASELINES)
+        lines += table(entry["classes"], BASELINES)
         lines.append("")
         if key := entry.get("skinny, share of copy bandwidth"):
             lines.append(
@@ -248,7 +257,7 @@ def _kernels_text(dtype: str, one: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _troubles(one: Mapping[str, Any]) -> list[str]:
+def troubles(one: Mapping[str, Any]) -> list[str]:
     return [
         f"* {what}: {len(one[what])} ({', '.join(one[what][:8])}{', ...' * (len(one[what]) > 8)})"
         for what in ("wrong", "failed", "not identical")
@@ -256,7 +265,7 @@ def _troubles(one: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _table(
+def table(
     classes: Mapping[str, Mapping[str, Mapping[str, Any]]], baselines: Mapping[str, str]
 ) -> list[str]:
     shown = [b for b in baselines if any(b in against for against in classes.values())]

@@ -48,7 +48,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> type[FakeBench]:
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1)
     )
     monkeypatch.setattr(bench_gemm, "Interleaved", lambda *_: None)
-    monkeypatch.setattr(bench_gemm, "_facts", lambda *_: None)
+    monkeypatch.setattr(bench_gemm, "write_facts", lambda *_: None)
     monkeypatch.setattr(kernel_only, "KernelOnly", FakeBench)
     monkeypatch.setattr(FakeBench, "measured", [], raising=False)
     monkeypatch.setattr(FakeBench, "faulty", "")
