@@ -3,9 +3,10 @@ and how long cuDNN?
 
 Checked before it is timed: the outputs against float64, and the same bits in ten runs; once more
 after the timing. cuDNN is called through torch in the same layout (NCHW): `cudnn_us` is the
-fastest plan of the first ten of its heuristic (torch.backends.cudnn.benchmark), `first_us` the
-first of them. Which heuristic, A or B, torch decides when it is loaded, by the environment
-variable of `HEURISTIC_B`; both are lines of the CSV then.
+fastest plan of the first ten of its heuristic (torch.backends.cudnn.benchmark). Which heuristic,
+A or B, torch decides when it is loaded, by the environment variable of `HEURISTIC_B`; each is a
+line of the CSV. What the heuristic would have chosen without a search is not timed: torch keeps one
+plan for a shape, whichever way it was found.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SIZES = ["class", "net", "n", "c_in", "h", "w", "c_out", "filter", "stride", "gr
 HEAD = [
     *KEY, *SIZES, "status", "note", "error", "excess", "identical",
     "kernel", "split", "packed", "predicted_us", "ours_us", "ours_low_us", "ours_high_us",
-    "cudnn_us", "cudnn_low_us", "cudnn_high_us", "first_us", "first_low_us", "first_high_us",
+    "cudnn_us", "cudnn_low_us", "cudnn_high_us",
     "timed_by", "best_kernel", "best_split", "best_us",
 ]  # fmt: skip
 OP = "conv"
@@ -142,16 +143,14 @@ class ConvKernelOnly:
             found |= {"best_kernel": name, "best_split": plan.plan.regions[0].split}
             candidates["best"] = launches[best]
         by = "graph"
-        for name, benchmark in (("first", False), ("cudnn", True)):
-            vendor = conv_sets.cudnn(sets, benchmark)
-            try:
-                self._meet(vendor, loop)
-            except RuntimeError as error:
-                if "CUDA error" in str(error):
-                    raise
-                notes.append(f"no {name}: {one_line(error)}")
-                continue
-            candidates[name] = vendor
+        try:
+            vendor = conv_sets.cudnn(sets)
+            self._meet(vendor, loop)
+            candidates["cudnn"] = vendor
+        except RuntimeError as error:
+            if "CUDA error" in str(error):
+                raise
+            notes.append(f"no cuDNN: {one_line(error)}")
         try:
             times = timer.compare(candidates, loop)
         except RuntimeError as error:

@@ -163,19 +163,21 @@ def _stored_anew(sets: ConvSets, size: int) -> list[torch.Tensor]:
     return copies
 
 
-def cudnn(sets: ConvSets, benchmark: bool) -> Launch:
-    """cuDNN as torch calls it for a convolution in NCHW, with TF32 only for `f32`.
+def cudnn(sets: ConvSets) -> Launch:
+    """cuDNN as torch calls it for a convolution in NCHW: the fastest of the first ten plans of its
+    heuristic, TF32 but for `f32ieee`.
 
-    `benchmark`: the fastest of the first ten plans of its heuristic, else the first. By the
-    operator itself, since torch.nn.functional allocates Y, in a graph always at the same place.
+    By the operator itself, since torch.nn.functional allocates Y, in a graph always at the same
+    place. TF32 is allowed for 2-byte types too, as torch does: it stands for all tensor cores.
     """
     row, pad = sets.row, sets.row.kernel // 2
     convolve = torch.ops.aten.cudnn_convolution.out
 
     def launch(index: int) -> None:
+        benchmark, deterministic, allow_tf32 = True, False, sets.dtype != "f32ieee"
         convolve(
             sets.x[index], sets.w[index], [pad, pad], [row.stride, row.stride], [1, 1],
-            row.groups, benchmark, False, sets.dtype == "f32", out=sets.y[index],
+            row.groups, benchmark, deterministic, allow_tf32, out=sets.y[index],
         )  # fmt: skip
 
     return launch

@@ -24,7 +24,7 @@ from benchmarks.summaries import (
     troubles,
 )
 
-CUDNN = {"cudnn": "cuDNN, best of its heuristics", "first": "cuDNN, its first choice"}
+CUDNN = {"cudnn": "cuDNN, best of its heuristics"}
 ORT = {"better": "ONNX Runtime, better mode", "default": "default", "heuristic": "HEURISTIC"}
 MODES = ("default", "heuristic")
 

@@ -42,7 +42,11 @@ TILES = (
     Tile(32, 128, 64, 4, 4, swap=True),
 )  # fmt: skip
 SPLIT = {TILES[0], TILES[3], TILES[5]}
-SMS, FLOPS_PER_US, BYTES_PER_US = 132, 7.5e6, 3.5e6  # of an H200, the first two of an SM
+SMS, FLOPS_PER_US, BYTES_PER_US = (
+    132,
+    7.5e6,
+    3.5e6,
+)  # of an H200: its SMs, what one of them multiplies, copies
 HEAD = [
     *conv_kernel_only.KEY[:-1], *conv_kernel_only.SIZES, "status", "note", "error", "tile", "split",
     "predicted_us", "planned_us", "cudnn_us", "both_us", "products_us", "kernel",
@@ -90,7 +94,7 @@ def measure(setting: Setting, timer: Interleaved, row: ConvRow, dtype: str) -> d
     convs = [StagedConv(case, *xwy) for xwy in zip(sets.x, sets.w, sets.y, strict=True)]
     plan = conv_sets.planned(setting, row, dtype)
     planned = conv_sets.ours(setting, sets, plan)
-    cudnn = conv_sets.cudnn(sets, benchmark=True)
+    cudnn = conv_sets.cudnn(sets)
     for index in range(loop.sets):
         cudnn(index)
     loop = loop.shortened(timer.single_us(planned))
