@@ -10,13 +10,14 @@ import onnx_ir as ir
 from moonpoly_ort.errors import ProblemError
 
 from . import batch_normalization, domain
-from .batch_normalization import Initializers
 from .conv import ConvRule
 from .conv_transpose import ConvTransposeRule
 from .gemm import GemmRule
 from .matmul import MatMulRule
+from .operators import OPERATORS
 from .report import Entry, Reason, Refusal
 from .rule import Rule, Scope
+from .tree import Initializers
 from .typed_graph import typed_views, walk
 
 RULES: tuple[Rule, ...] = (
@@ -127,7 +128,7 @@ def _rule_for(node: onnx.NodeProto, function: onnx.FunctionProto | None) -> Rule
     if function is not None and function.domain == domain.DOMAIN:
         return None  # the body of an operator of ours
     if node.domain == domain.DOMAIN:
-        return _RULE_OF[domain.OPERATORS[node.op_type].standard]
+        return _RULE_OF[OPERATORS[node.op_type].standard]
     return _RULE_OF.get(node.op_type) if domain.is_standard(node.domain) else None
 
 

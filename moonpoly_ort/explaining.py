@@ -11,7 +11,8 @@ import onnx
 
 from . import conv_planning, devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
-from .graph_passes.domain import DOMAIN, OPERATORS
+from .graph_passes.domain import DOMAIN
+from .graph_passes.operators import OPERATORS
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
 
 if TYPE_CHECKING:
