@@ -81,8 +81,8 @@ def _foreign(what: str) -> ModelError:
     return ModelError(
         f"The model already uses the domain {DOMAIN!r}, and not as this package does: {what}. "
         f"Accepted are version {VERSION} and the {len(OPERATORS)} functions that this version of "
-        "moonpoly_ort writes (operators.py lists them). Rewrite the original model instead, or rename "
-        "the domain."
+        "moonpoly_ort writes (operators.py lists them). Rewrite the original model instead, or "
+        "rename the domain."
     )
 
 

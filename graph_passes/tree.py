@@ -182,11 +182,23 @@ def _constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
         return None
     attribute = node.attribute[0]
     if attribute.name == "value":
-        return attribute.t
+        tensor: onnx.TensorProto = attribute.t
+        return tensor
     if attribute.name in _NUMBERS:
         value = onnx.helper.get_attribute_value(attribute)
         return onnx.numpy_helper.from_array(np.array(value, _NUMBERS[attribute.name]))
     return None
+
+
+def reads_of(body: Body) -> Iterator[str]:
+    """The names that a graph or function and its subgraphs read or give out.
+
+    Branches of one node may use a name for different values; each of them is asked on its own.
+    """
+    yield from _read(body)
+    for node in body.node:
+        for _, graph in subgraphs(node):
+            yield from reads_of(graph)
 
 
 def _read(body: Body) -> Iterator[str]:
