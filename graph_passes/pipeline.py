@@ -111,7 +111,8 @@ def apply(
     nodes = list(walk(model))
     domain.refuse_foreign_use(model, (node for _, _, node in nodes))
     views = typed_views(model)
-    values = values_of_graphs(model, views)
+    fusions = [rule for rule in FUSIONS if rule.name in enabled]
+    values = values_of_graphs(model, views) if fusions else []
     body_opset = _body_opset(model)
     overridden = frozenset(f.name for f in model.functions if domain.is_standard(f.domain))
     own = {(f.domain, f.name) for f in model.functions if f.domain == CONTRIB}
@@ -145,7 +146,6 @@ def apply(
             domain.import_into(holder.opset_import)
     if batch_normalization.NAME in enabled:
         report += batch_normalization.fold(model, initializers, overridden)
-    fusions = [rule for rule in FUSIONS if rule.name in enabled]
     if fusions and body_opset is not None and any(n.domain == domain.DOMAIN for _, _, n in nodes):
         trees = forest(model, initializers)
         report += fuse(trees, values, fusions, model, body_opset)

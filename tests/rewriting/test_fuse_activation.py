@@ -231,7 +231,8 @@ def test_operators_that_the_model_defines_itself_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "rest"), itertools.product(["Gemm", "Conv", "ConvTranspose"], ["Relu", "Gelu", "Silu"])
+    ("base", "rest"),
+    list(itertools.product(["Gemm", "Conv", "ConvTranspose"], ["Relu", "Gelu", "Silu"])),
 )
 def test_behind_every_kind_of_product(base: str, rest: str) -> None:
     inputs = (
