@@ -8,20 +8,16 @@ one. Constants that nothing reads any more go.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 
-from .domain import DOMAIN, OPERATORS, imported_version, is_standard
+from .domain import DOMAIN, is_standard
+from .operators import OPERATORS
 from .report import Entry, Reason, Refusal
-from .skeleton import subgraphs
-from .typed_graph import label
+from .tree import Array, Constant, Initializers, Place, Tree, forest
 
 NAME = "batch_normalization"
 OP_TYPE = "BatchNormalization"
@@ -36,18 +32,6 @@ _FLOATS = (
     onnx.TensorProto.BFLOAT16,
     onnx.TensorProto.DOUBLE,
 )
-
-Array = NDArray[Any]
-
-
-class Initializers(Protocol):
-    """Those of the main graph, by index; large ones may lack their payload."""
-
-    def complete(self, index: int) -> None:
-        """Gives an initializer its payload."""
-
-    def remove(self, indices: Collection[int]) -> None:
-        """Deletes initializers."""
 
 
 def fold(
@@ -65,67 +49,24 @@ def fold(
     """
     if OP_TYPE in overridden or model.training_info:  # which names initializers
         return []
-    trees = [_Tree(model.graph, "graph", model.opset_import, initializers)]
-    for function in model.functions:
-        if function.domain != DOMAIN:
-            where = f"function {label(function)}"
-            trees.append(_Tree(function, where, function.opset_import, None))
-    return [entry for tree in trees for entry in tree.fold()]
+    return [entry for tree in forest(model, initializers) for entry in _Folding(tree).fold()]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    """A tensor: an initializer or, if `is_node`, in a Constant node.
+class _Folding:
+    """Folds the nodes of one tree."""
 
-    `index`: its place among the initializers of the main graph, where it is one of them.
-    """
-
-    tensor: onnx.TensorProto
-    is_node: bool
-    index: int | None = None
-
-
-_Body = onnx.GraphProto | onnx.FunctionProto
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A graph or function, and the constants that its nodes see."""
-
-    body: _Body
-    where: str
-    constants: dict[str, _Constant]
-
-
-class _Tree:
-    """A graph or function with all its subgraphs: names mean the same everywhere in it."""
-
-    def __init__(
-        self,
-        root: _Body,
-        where: str,
-        imports: Iterable[onnx.OperatorSetIdProto],
-        initializers: Initializers | None,
-    ) -> None:
-        self._opset = imported_version(imports) or 0
-        self._initializers = initializers
-        self._places = list(self._walk(root, where, {}))
-        self._readers = Counter(name for place in self._places for name in _read(place.body))
-        self._names = set(self._readers)
-        for place in self._places:
-            self._names.update(name for node in place.body.node for name in node.output)
-            self._names.update(place.constants)
-            self._names.update(map(_name, place.body.input))
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
 
     def fold(self) -> Iterator[Entry]:
         released: list[str] = []
-        for place in self._places:
+        for place in self._tree.places:
             producers = {name: n for n in place.body.node for name in n.output if name}
             for node in list(place.body.node):
                 if node.op_type != OP_TYPE or not is_standard(node.domain) or not node.input:
                     continue
                 conv = producers.get(node.input[0])
-                if conv is None or conv.domain != DOMAIN or "Conv" not in conv.op_type:
+                if conv is None or conv.domain != DOMAIN or not _is_convolution(conv):
                     continue
                 entry = {
                     "name": node.name,
@@ -138,40 +79,21 @@ class _Tree:
                 if refusal is None:
                     producers[node.output[0]] = conv  # another normalization may follow
                 yield Entry(**entry, refusal=refusal)
-        self._remove(released)
+        self._tree.remove_unread(released)
 
-    def _walk(self, body: _Body, where: str, outer: Mapping[str, _Constant]) -> Iterator[_Place]:
-        constants = dict(outer)
-        if isinstance(body, onnx.GraphProto):
-            inputs = {value.name for value in body.input}
-            main = self._initializers is not None and where == "graph"
-            for index, tensor in enumerate(body.initializer):
-                if tensor.name not in inputs:  # the caller of the model may override those
-                    constants[tensor.name] = _Constant(tensor, False, index if main else None)
-        for node in body.node:
-            if node.op_type == "Constant" and is_standard(node.domain) and len(node.attribute) == 1:
-                attribute = node.attribute[0]
-                if attribute.name == "value" and not attribute.ref_attr_name:
-                    constants[node.output[0]] = _Constant(attribute.t, True)
-        yield _Place(body, where, constants)
-        for index, node in enumerate(body.node):
-            for name, graph in subgraphs(node):
-                inside = f"{where}/{node.op_type}[{node.name or f'#{index}'}].{name}"
-                yield from self._walk(graph, inside, constants)
-
-    def _refuse(self, place: _Place, conv: onnx.NodeProto, node: onnx.NodeProto) -> Refusal | None:
+    def _refuse(self, place: Place, conv: onnx.NodeProto, node: onnx.NodeProto) -> Refusal | None:
         attributes = {attribute.name: attribute for attribute in node.attribute}
         if any(attribute.ref_attr_name for attribute in attributes.values()):
             return Refusal(Reason.UNBOUND_ATTRIBUTE, "an attribute differs from call to call")
         if len(node.input) != 5 or not all(node.input):
             return Refusal(Reason.INVALID, f"{len(node.input)} inputs; 5 are legal")
         spatial = attributes.get("spatial")
-        if self._opset <= _SPATIAL_UNTIL and spatial is not None and not spatial.i:
+        if self._tree.opset <= _SPATIAL_UNTIL and spatial is not None and not spatial.i:
             return Refusal(Reason.INVALID, "spatial is 0: a value for each element")
         training = attributes.get("training_mode")
         if (training is not None and training.i) or any(node.output[1:]):
             return Refusal(Reason.TRAINING, "it computes the statistics of this batch")
-        if self._readers[conv.output[0]] != 1:
+        if self._tree.readers[conv.output[0]] != 1:
             return Refusal(
                 Reason.OTHER_READERS, f"{conv.output[0]!r} is an output or has other readers"
             )
@@ -184,7 +106,7 @@ class _Tree:
         return None
 
     def _fold(
-        self, place: _Place, conv: onnx.NodeProto, node: onnx.NodeProto, released: list[str]
+        self, place: Place, conv: onnx.NodeProto, node: onnx.NodeProto, released: list[str]
     ) -> Refusal | None:
         names = [name for name in (*conv.input[1:], *node.input[1:]) if name]
         arrays = {}
@@ -219,18 +141,15 @@ class _Tree:
         released += names
         return None
 
-    def _array(self, constant: _Constant) -> Array | None:
-        if constant.index is not None and self._initializers is not None:
-            self._initializers.complete(constant.index)
-        if constant.tensor.data_location == onnx.TensorProto.EXTERNAL:
-            return None
-        if constant.tensor.data_type not in _FLOATS:
+    def _array(self, constant: Constant) -> Array | None:
+        array = self._tree.array(constant)
+        if array is not None and constant.tensor.data_type not in _FLOATS:
             raise ValueError(f"it is of type {constant.tensor.data_type}")
-        return onnx.numpy_helper.to_array(constant.tensor)
+        return array
 
     def _replace(
         self,
-        place: _Place,
+        place: Place,
         conv: onnx.NodeProto,
         node: onnx.NodeProto,
         new: tuple[Array, Array],
@@ -239,23 +158,12 @@ class _Tree:
         body = place.body
         output = node.output[0]
         in_nodes = place.constants[conv.input[1]].is_node
-        added = []
-        for what, array in zip(("weight", "bias"), new, strict=True):
-            name = f"{output}/{what}"
-            while name in self._names:
-                name += "_"
-            self._names.add(name)
-            added.append(name)
-            tensor = onnx.numpy_helper.from_array(array, name)
-            place.constants[name] = _Constant(tensor, in_nodes)
-            self._readers[name] = 1
-            if isinstance(body, onnx.GraphProto) and not in_nodes:
-                body.initializer.append(tensor)
-            else:
-                constant = onnx.helper.make_node("Constant", [], [name], value=tensor)
-                body.node.insert(list(body.node).index(conv), constant)
+        added = [
+            self._tree.add_constant(place, f"{output}/{what}", array, conv, as_node=in_nodes)
+            for what, array in zip(("weight", "bias"), new, strict=True)
+        ]
         for name in (*conv.input[1:], *node.input):
-            self._readers[name] -= 1
+            self._tree.readers[name] -= 1
         for info in [info for info in body.value_info if info.name == conv.output[0]]:
             body.value_info.remove(info)
         body.node.remove(node)
@@ -263,40 +171,15 @@ class _Tree:
         conv.output[0] = output
         conv.op_type = OPERATORS[conv.op_type].standard
 
-    def _remove(self, released: Iterable[str]) -> None:
-        """Removes constants that nothing reads any more."""
-        unread = {name for name in released if not self._readers[name]}
-        for place in self._places:
-            body = place.body
-            for node in [n for n in body.node if n.op_type == "Constant" and n.output[0] in unread]:
-                body.node.remove(node)
-            if not isinstance(body, onnx.GraphProto):
-                continue
-            indices = [i for i, tensor in enumerate(body.initializer) if tensor.name in unread]
-            if self._initializers is not None and place.where == "graph":
-                self._initializers.remove(indices)
-            else:
-                for index in reversed(indices):
-                    del body.initializer[index]
-            for info in [info for info in body.value_info if info.name in unread]:
-                body.value_info.remove(info)
 
-
-def _read(body: _Body) -> Iterator[str]:
-    """The names that a graph or function reads or gives out, without those of its subgraphs."""
-    for node in body.node:
-        yield from node.input
-    for output in body.output:
-        yield _name(output)
+def _is_convolution(node: onnx.NodeProto) -> bool:
+    """Whether a node of ours is a convolution that nothing has been fused into."""
+    operator = OPERATORS[node.op_type]
+    return operator.is_base and operator.standard in ("Conv", "ConvTranspose")
 
 
 def _is_transposed(conv: onnx.NodeProto) -> bool:
     return OPERATORS[conv.op_type].standard == "ConvTranspose"
-
-
-def _name(value: onnx.ValueInfoProto | str) -> str:
-    """Of an input or output: functions list names alone."""
-    return value if isinstance(value, str) else value.name
 
 
 def _affine(vectors: Sequence[Array], epsilon: float) -> tuple[Array, Array]:

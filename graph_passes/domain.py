@@ -1,70 +1,29 @@
-"""The domain `ai.moonpoly`: its operators and the function body that each carries.
+"""The domain `ai.moonpoly` in a model: the functions that its nodes call, and the imports.
 
-The body is the standard operator, so that a rewritten model runs in an ONNX Runtime that lacks the
-custom op library: there the function is inlined. Attribute references (`alpha=@alpha`) carry the
-attributes of each node into the body. A reference to an attribute that the node lacks leaves it out
-of the body, in ONNX Runtime and by the standard, so that the operator's own default holds: Conv
-needs that, whose defaults depend on the rank.
+Each operator (`operators.py`) is a function whose body (`bodies.py`) consists of standard
+operators, so that a rewritten model runs in an ONNX Runtime that lacks the custom op library: there
+the function is inlined.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import onnx
 
 from moonpoly_ort.errors import ModelError
 
+from . import bodies
+from .operators import OPERATORS
+
 DOMAIN = "ai.moonpoly"
 VERSION = 1
 RULE_KEY = "moonpoly.rule"
-"""Key in a rewritten node's `metadata_props`; the value is the name of the rule."""
+"""Key in the `metadata_props` of a node of ours; the value names its rules, with commas between."""
 
 MIN_IR_VERSION = 8
 """Model-local functions came with IR version 8."""
-
-_Attributes = Mapping[str, onnx.AttributeProto.AttributeType]
-_KIND = onnx.AttributeProto
-
-
-@dataclasses.dataclass(frozen=True)
-class Operator:
-    """An operator of the domain: the standard one that is its body, its inputs and attributes."""
-
-    standard: str
-    inputs: tuple[str, ...]
-    attributes: _Attributes
-
-
-_GEMM: _Attributes = {
-    "transA": _KIND.INT,
-    "transB": _KIND.INT,
-    "alpha": _KIND.FLOAT,
-    "beta": _KIND.FLOAT,
-}
-_CONV: _Attributes = {
-    "auto_pad": _KIND.STRING,
-    "dilations": _KIND.INTS,
-    "group": _KIND.INT,
-    "kernel_shape": _KIND.INTS,
-    "pads": _KIND.INTS,
-    "strides": _KIND.INTS,
-}
-_CONV_TRANSPOSE = {**_CONV, "output_padding": _KIND.INTS, "output_shape": _KIND.INTS}
-
-# An input that a node lacks is an empty name in the inlined body. For ONNX Runtime's CPU provider a
-# Conv with such a third input is no candidate of its fusions and layouts (1.23 to 1.32), so that a
-# Conv of two inputs has an operator of its own. Overloads would do, but 1.23 mixes them up.
-OPERATORS: Mapping[str, Operator] = {
-    "MatMul": Operator("MatMul", ("A", "B"), {}),
-    "Gemm": Operator("Gemm", ("A", "B", "C"), _GEMM),
-    "Conv": Operator("Conv", ("X", "W", "B"), _CONV),
-    "ConvNoBias": Operator("Conv", ("X", "W"), _CONV),
-    "ConvTranspose": Operator("ConvTranspose", ("X", "W", "B"), _CONV_TRANSPOSE),
-    "ConvTransposeNoBias": Operator("ConvTranspose", ("X", "W"), _CONV_TRANSPOSE),
-}
 
 
 def is_standard(domain: str) -> bool:
@@ -80,15 +39,12 @@ def imported_version(imports: Iterable[onnx.OperatorSetIdProto]) -> int | None:
 def function(op_type: str, opset: int) -> onnx.FunctionProto:
     """The function of an `ai.moonpoly` operator over ai.onnx version `opset`."""
     operator = OPERATORS[op_type]
-    body = onnx.helper.make_node(operator.standard, operator.inputs, ["Y"])
-    for name, kind in operator.attributes.items():
-        body.attribute.add(name=name, ref_attr_name=name, type=kind)
     return onnx.helper.make_function(
         DOMAIN,
         op_type,
         operator.inputs,
         ["Y"],
-        [body],
+        bodies.nodes(operator, opset),
         [onnx.helper.make_opsetid("", opset)],
         attributes=list(operator.attributes),
     )
@@ -124,9 +80,9 @@ def refuse_foreign_use(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) 
 def _foreign(what: str) -> ModelError:
     return ModelError(
         f"The model already uses the domain {DOMAIN!r}, and not as this package does: {what}. "
-        f"Accepted are version {VERSION} and the functions {', '.join(sorted(OPERATORS))} as "
-        "written by this version of moonpoly_ort. Rewrite the original model instead, or rename "
-        "the domain."
+        f"Accepted are version {VERSION} and the {len(OPERATORS)} functions that this version of "
+        "moonpoly_ort writes (operators.py lists them). Rewrite the original model instead, or "
+        "rename the domain."
     )
 
 

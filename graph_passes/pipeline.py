@@ -10,40 +10,70 @@ import onnx_ir as ir
 from moonpoly_ort.errors import ProblemError
 
 from . import batch_normalization, domain
-from .batch_normalization import Initializers
+from .activation import ActivationFusion
+from .bias import BiasFusion
+from .contrib import FusedConvRule, FusedGemmRule, FusedMatMulRule
 from .conv import ConvRule
 from .conv_transpose import ConvTransposeRule
+from .flatten import FlattenFusion
+from .fusion import Fusion, fuse
 from .gemm import GemmRule
 from .matmul import MatMulRule
+from .operators import OPERATORS
 from .report import Entry, Reason, Refusal
+from .residual import ResidualFusion
 from .rule import Rule, Scope
-from .typed_graph import typed_views, walk
+from .stand_ins import CONTRIB
+from .transpose import TransposeFusion
+from .tree import Initializers, forest
+from .typed_graph import typed_views, values_of_graphs, walk
 
 RULES: tuple[Rule, ...] = (
-    # One rule an operator so far, so that their order does not matter.
+    # One rule an operator, so that their order does not matter.
     MatMulRule(),
     GemmRule(),
     ConvRule(),
     ConvTransposeRule(),
+    FusedMatMulRule(),
+    FusedGemmRule(),
+    FusedConvRule(),
 )
 
-_NAMES = (*(rule.name for rule in RULES), batch_normalization.NAME)
+FUSIONS: tuple[Fusion, ...] = (
+    # Tried in this order at each product until none matches: the name of an operator says what is
+    # applied first, and a vector that is added could pass for a residual of rank 1.
+    TransposeFusion(),
+    FlattenFusion(),
+    BiasFusion(),
+    ResidualFusion(),
+    ActivationFusion(),
+)
+
+_NAMES = (*(r.name for r in RULES), batch_normalization.NAME, *(f.name for f in FUSIONS))
 """Of all rules, in the order they are applied."""
 
-_RULE_OF = {rule.op_type: rule for rule in RULES}
+FUSED_BY_DEFAULT = False
+"""Whether the custom op library has the fused operators, so that sessions use them."""
+
+_FUSING = ("fused_gemm", "fused_conv", *(fusion.name for fusion in FUSIONS))
+
+ON_REQUEST = frozenset(() if FUSED_BY_DEFAULT else _FUSING)
+"""Rules that apply only where they are named: the custom op library has no kernels for them yet."""
+
+_RULE_OF = {(rule.domain, rule.op_type): rule for rule in RULES}
 
 
 def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str]:
     """The names of the rules to apply.
 
     Args:
-        rules: The rules wanted; None means all.
+        rules: The rules wanted; None means all but those on request.
         disable: Rules to leave out.
 
     Raises:
         ProblemError: A name is not that of a rule.
     """
-    wanted = set(_NAMES) if rules is None else set(_names(rules))
+    wanted = set(_NAMES) - ON_REQUEST if rules is None else set(_names(rules))
     unwanted = set(_names(disable))
     if unknown := sorted((wanted | unwanted) - set(_NAMES)):
         raise ProblemError(
@@ -58,6 +88,7 @@ def described() -> list[tuple[str, str, str]]:
     return [
         *((rule.name, rule.op_type, rule.transformation) for rule in RULES),
         (folding.NAME, folding.OP_TYPE, folding.TRANSFORMATION),
+        *((fusion.name, fusion.op_type, fusion.transformation) for fusion in FUSIONS),
     ]
 
 
@@ -80,11 +111,14 @@ def apply(
     nodes = list(walk(model))
     domain.refuse_foreign_use(model, (node for _, _, node in nodes))
     views = typed_views(model)
+    fusions = [rule for rule in FUSIONS if rule.name in enabled]
+    values = values_of_graphs(model, views) if fusions else []
     body_opset = _body_opset(model)
     overridden = frozenset(f.name for f in model.functions if domain.is_standard(f.domain))
+    own = {(f.domain, f.name) for f in model.functions if f.domain == CONTRIB}
     report = []
     for number, (where, function, node) in enumerate(nodes):
-        rule = _rule_for(node, function)
+        rule = None if (node.domain, node.op_type) in own else _rule_for(node, function)
         if rule is None:
             continue
         holder = model if function is None else function
@@ -112,6 +146,9 @@ def apply(
             domain.import_into(holder.opset_import)
     if batch_normalization.NAME in enabled:
         report += batch_normalization.fold(model, initializers, overridden)
+    if fusions and body_opset is not None and any(n.domain == domain.DOMAIN for _, _, n in nodes):
+        trees = forest(model, initializers)
+        report += fuse(trees, values, fusions, model, body_opset)
     if any(entry.taken for entry in report) and body_opset is not None:
         domain.declare(model, sorted(_used(model)), body_opset)
     return tuple(report)
@@ -127,8 +164,8 @@ def _rule_for(node: onnx.NodeProto, function: onnx.FunctionProto | None) -> Rule
     if function is not None and function.domain == domain.DOMAIN:
         return None  # the body of an operator of ours
     if node.domain == domain.DOMAIN:
-        return _RULE_OF[domain.OPERATORS[node.op_type].standard]
-    return _RULE_OF.get(node.op_type) if domain.is_standard(node.domain) else None
+        return _RULE_OF["", OPERATORS[node.op_type].standard]
+    return _RULE_OF.get(("" if domain.is_standard(node.domain) else node.domain, node.op_type))
 
 
 def _body_opset(model: onnx.ModelProto) -> int | None:
@@ -150,7 +187,8 @@ def _refuse(
     if node.domain == domain.DOMAIN:
         return Refusal(Reason.ALREADY_REWRITTEN, "an ai.moonpoly node already")
     if rule.name not in enabled:
-        return Refusal(Reason.DISABLED, f"rule {rule.name!r} is switched off")
+        how = "applies only where rules= names it" if rule.name in ON_REQUEST else "is switched off"
+        return Refusal(Reason.DISABLED, f"rule {rule.name!r} {how}")
     if not views:
         return Refusal(
             Reason.NEVER_CALLED, "its function is never called, so its types are unknown"
@@ -164,7 +202,7 @@ def _refuse(
                     Reason.UNBOUND_ATTRIBUTE,
                     f"a call of its function gives no value for {attribute.ref_attr_name!r}",
                 )
-        refusals.append(rule.check(view, scope))
+        refusals.append(rule.check_original(node, view, scope) or rule.check(view, scope))
     # One dynamic call is enough to profit; any other refusal stands for all calls.
     binding = [r for r in refusals if r and r.reason is not Reason.STATIC]
     if binding:
@@ -180,6 +218,7 @@ def _write_back(view: ir.Node, node: onnx.NodeProto, rule: Rule) -> None:
     node.attribute.extend(
         ir.to_proto(attribute) for name, attribute in view.attributes.items() if name not in present
     )
+    rule.adapt(node)
     stale = [entry for entry in node.metadata_props if entry.key == domain.RULE_KEY]
     for entry in stale:
         node.metadata_props.remove(entry)

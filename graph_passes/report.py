@@ -27,6 +27,10 @@ class Reason(enum.StrEnum):
     OTHER_READERS = "other-readers"
     NOT_CONSTANT = "not-constant"
     INEXACT = "inexact"
+    BROADCASTS = "broadcasts"
+    SHAPE_UNPROVEN = "shape-unproven"
+    NO_SUCH_OPERATOR = "no-such-operator"
+    FORM_UNKNOWN = "form-unknown"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +47,15 @@ class Entry:
 
     Attributes:
         name: The node's name; may be empty or shared with another node.
-        op_type: MatMul, Gemm, Conv or ConvTranspose; BatchNormalization behind a convolution that
-            was taken, where its rule applies.
+        op_type: MatMul, Gemm, Conv or ConvTranspose; where their rules apply, FusedMatMul and the
+            like, and what a rule looked at behind or in front of a node of ours:
+            BatchNormalization, Add, Relu, Transpose and so on.
         where: The graph that holds the node, e.g. `graph`, `graph/If[cond].then_branch`,
             `function my.domain.Linear`.
         output: Name of the node's first output, unique in its graph; empty for a malformed node.
         rule: Name of the rule that is responsible for the node.
         refusal: None if the rule took the node.
+        into: Where a node of ours absorbed this one, that node's output; else empty.
     """
 
     name: str
@@ -58,6 +64,7 @@ class Entry:
     output: str
     rule: str
     refusal: Refusal | None
+    into: str = ""
 
     @property
     def taken(self) -> bool:

@@ -43,9 +43,15 @@ class Rule(abc.ABC):
     name: ClassVar[str]
     """What selects the rule in `rules=` and `disable=`, and what is stamped on its nodes."""
     op_type: ClassVar[str]
-    """The standard operator whose nodes are the rule's candidates."""
+    """The operator whose nodes are the rule's candidates."""
+    domain: ClassVar[str] = ""
+    """The domain of that operator."""
     transformation: ClassVar[str]
     """The rewrite with an arrow, in one line."""
+
+    def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
+        """As `check`, for what a typed view does not show of an operator that is not standard."""
+        return None
 
     @abc.abstractmethod
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
@@ -54,6 +60,10 @@ class Rule(abc.ABC):
     @abc.abstractmethod
     def rewrite(self, node: ir.Node) -> None:
         """Changes `node` in place; its name, inputs, outputs, doc string and metadata stay."""
+
+    def adapt(self, node: onnx.NodeProto) -> None:
+        """Changes a node, already of our domain, in what its typed view does not show."""
+        return
 
 
 def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:

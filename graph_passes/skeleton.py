@@ -9,10 +9,11 @@ hence it may drop what onnx_ir 1.1 cannot represent: map types, sparse tensors, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import onnx
 
+from . import stand_ins
 from .domain import is_standard
 from .payload import copy_message
 
@@ -25,18 +26,23 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     result = onnx.ModelProto()
     copy_message(model, result, _copy_without_payload)
     result.ClearField("training_info")
+    own = {f.name for f in model.functions if f.domain == stand_ins.CONTRIB}
     for graph in _graphs(result):
         _densify(graph)
         for info in (*graph.input, *graph.output, *graph.value_info):
             _simplify(info)
-        _simplify_nodes(graph.node)
+        recorded = (*graph.output, *graph.value_info)
+        for info in recorded if graph is result.graph else (*graph.input, *recorded):
+            _forget_names(info)
+        _simplify_nodes(graph.node, own)
     _unify_standard_domain(result.opset_import)
     _unify_standard_domain(result.functions)
     for function in result.functions:
         _unify_standard_domain(function.opset_import)
         for info in function.value_info:
             _simplify(info)
-        _simplify_nodes(function.node)
+            _forget_names(info)
+        _simplify_nodes(function.node, own)
     return result
 
 
@@ -102,6 +108,18 @@ def _simplify(info: onnx.ValueInfoProto) -> None:
                 dimension.ClearField("dim_value")
 
 
+def _forget_names(info: onnx.ValueInfoProto) -> None:
+    """Drops the names of dimensions, which exporters record wrongly.
+
+    Shape inference finds them anew from the inputs of the model, and gives names of its own to what
+    it does not know, so that equal names prove equal sizes.
+    """
+    if info.type.HasField("tensor_type"):
+        for dimension in info.type.tensor_type.shape.dim:
+            if dimension.HasField("dim_param"):
+                dimension.ClearField("dim_param")
+
+
 def _representable(type_: onnx.TypeProto) -> bool:
     kind = type_.WhichOneof("value")
     if kind == "sequence_type":
@@ -111,10 +129,14 @@ def _representable(type_: onnx.TypeProto) -> bool:
     return kind in ("tensor_type", "sparse_tensor_type")
 
 
-def _simplify_nodes(nodes: Iterable[onnx.NodeProto]) -> None:
-    """Drops attributes that onnx_ir refuses."""
+def _simplify_nodes(nodes: Iterable[onnx.NodeProto], own: Collection[str]) -> None:
+    """Drops attributes that onnx_ir refuses, and replaces operators that inference does not know.
+
+    `own`: operators of ONNX Runtime's domain that the model defines itself.
+    """
     _unify_standard_domain(nodes)
     for node in nodes:
+        stand_ins.replace(node, own)
         kept = [attribute for attribute in node.attribute if _supported(attribute)]
         if len(kept) != len(node.attribute):
             del node.attribute[:]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import graphlib
+import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -21,7 +22,7 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 
 from moonpoly_ort.errors import ModelError
 
-from .domain import is_standard
+from .domain import DOMAIN, is_standard
 from .skeleton import skeleton, subgraphs
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,105 @@ def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
         views = _Views(ordered, calls)
         views.visit(ordered)
         return views.by_origin
+
+
+Values = Mapping[str, list[ir.Value]]
+"""The typed values of one graph by name: one of each for each call of the function around it."""
+
+
+def values_of_graphs(
+    model: onnx.ModelProto, views: Mapping[int, list[ir.Node]]
+) -> list[dict[str, list[ir.Value]]]:
+    """What the nodes of each graph read and write; see `Values`.
+
+    Args:
+        model: The model.
+        views: As `typed_views` returns them.
+
+    Returns:
+        For the main graph and each function that is no operator of ours, graphs before those inside
+        them: the order of `tree.forest`.
+    """
+    result: list[dict[str, list[ir.Value]]] = []
+    numbers = itertools.count()
+
+    def visit(nodes: Iterable[onnx.NodeProto], *, listed: bool = True) -> None:
+        values: dict[str, list[ir.Value]] = {}
+        if listed:
+            result.append(values)
+        for node in nodes:
+            typed = views.get(next(numbers), [])
+            for index, name in enumerate(node.input):
+                _add(values, name, [view.inputs[index : index + 1] for view in typed])
+            for index, name in enumerate(node.output):
+                _add(values, name, [view.outputs[index : index + 1] for view in typed])
+            for _, graph in subgraphs(node):
+                visit(graph.node, listed=listed)
+
+    visit(model.graph.node)
+    for function in model.functions:
+        visit(function.node, listed=function.domain != DOMAIN)
+    return result
+
+
+def _add(
+    values: dict[str, list[ir.Value]], name: str, found: list[Sequence[ir.Value | None]]
+) -> None:
+    known = [value[0] for value in found if value and value[0] is not None]
+    if name and known and len(known) == len(found):
+        values.setdefault(name, known)
+
+
+Recorded = Mapping[str, Sequence[str]]
+"""Names that a model records for the dimensions of its values; empty for those without one."""
+
+
+def recorded_names(
+    model: onnx.ModelProto, graphs: Sequence[tuple[onnx.GraphProto, Values]]
+) -> list[Recorded]:
+    """Names of dimensions that the model itself records for intermediate values, if they are true.
+
+    Exporters know sizes that shape inference cannot find, and other tools leave records behind that
+    no longer hold. So records count only as long as none of them, in the whole model, contradicts
+    what inference does know.
+
+    Args:
+        model: The model.
+        graphs: The main graph and its subgraphs, with their values as inferred without the names.
+
+    Returns:
+        The names for each of the graphs, with those that inference found from the model's inputs;
+        nothing for all of them after a contradiction.
+    """
+    known = {dim.dim_param for info in model.graph.input for dim in _dimensions(info)} - {""}
+    result: list[Recorded] = []
+    for graph, values in graphs:
+        recorded = {
+            info.name: [dimension.dim_param for dimension in _dimensions(info)]
+            for info in (*graph.value_info, *graph.output)
+        }
+        names = {}
+        for value, views in values.items():
+            shape = views[0].shape
+            if shape is None:
+                continue
+            inferred = [s.value or "" if isinstance(s, ir.SymbolicDim) else "" for s in shape]
+            inferred = [name if name in known else "" for name in inferred]
+            own = recorded.get(value, inferred)
+            if len(own) != len(inferred):
+                own = inferred  # of unknown rank, as the model records it
+            for name, found in zip(own, inferred, strict=True):
+                if name and found and found != name:
+                    logger.info("records of shapes are not used: %s of %s", name, value)
+                    return [{} for _ in graphs]
+            names[value] = [a or b for a, b in zip(own, inferred, strict=True)]
+        result.append(names)
+    return result
+
+
+def _dimensions(info: onnx.ValueInfoProto) -> Sequence[onnx.TensorShapeProto.Dimension]:
+    dimensions: Sequence[onnx.TensorShapeProto.Dimension] = info.type.tensor_type.shape.dim
+    return dimensions
 
 
 @contextlib.contextmanager

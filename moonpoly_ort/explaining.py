@@ -11,7 +11,8 @@ import onnx
 
 from . import conv_planning, devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
-from .graph_passes.domain import DOMAIN, OPERATORS
+from .graph_passes.domain import DOMAIN
+from .graph_passes.operators import BASES, OPERATORS
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
 
 if TYPE_CHECKING:
@@ -224,10 +225,16 @@ def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     bodies = [model.graph.node, *(f.node for f in model.functions if f.domain != DOMAIN)]
     for node in (node for body in bodies for node in all_nodes(body)):
         if node.domain == DOMAIN:
+            operator = OPERATORS[node.op_type]
+            base = BASES[operator.base]
+            # What follows the product changes no shape.
+            del node.input[len(base.inputs) - base.has_vector :]
+            for extra in [a for a in node.attribute if a.name not in base.attributes]:
+                node.attribute.remove(extra)
             copy = onnx.NodeProto()
             copy.CopyFrom(node)
             mark(node, len(originals))
-            node.domain, node.op_type = "", OPERATORS[node.op_type].standard
+            node.domain, node.op_type = "", operator.standard
             originals.append(copy)
     kept = [function for function in model.functions if function.domain != DOMAIN]
     del model.functions[:]

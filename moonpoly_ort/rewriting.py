@@ -43,9 +43,10 @@ class RewriteResult:
     """What `rewrite` returns.
 
     Attributes:
-        report: One entry per MatMul, Gemm, Conv and ConvTranspose node, in the model's order: the
-            main graph with its subgraphs, then the functions. Behind them, where its rule applies,
-            one per BatchNormalization of the output of a Conv or ConvTranspose that is ours.
+        report: One entry per MatMul, Gemm, Conv and ConvTranspose node and per such node of ONNX
+            Runtime's own, in the model's order: the main graph with its subgraphs, then the
+            functions. Behind them, where their rules apply, one per BatchNormalization of the
+            output of a convolution of ours, and per node that a fusing rule absorbed or nearly did.
         output: The file written, or None.
     """
 
@@ -105,7 +106,8 @@ def rewrite(
             copied into the same folder under its own names, in pieces, unless it is there already.
             Nothing appears under these names before all of it is complete.
         static: Take nodes whose shapes are all known, too.
-        rules: Names of the rules to apply (`list_rules`); None: all.
+        rules: Names of the rules to apply (`list_rules`); None: all but `fused_gemm`, `fused_conv`
+            and those that fuse nodes: the library has no kernels for their operators yet.
         disable: Names of rules to leave out.
         overwrite: Replace data files in the output's folder that have other content.
         base_dir: Folder of the external data of a model that is not given as a path.

@@ -27,6 +27,12 @@ Dims = Annotated[
         help="A dimension's size (batch=1), or an input's shape (x=1,3,48,320). Repeatable.",
     ),
 ]
+Rules = Annotated[
+    list[str] | None, typer.Option(metavar="RULE", help="Apply only this rule. Repeatable.")
+]
+Disabled = Annotated[
+    list[str] | None, typer.Option(metavar="RULE", help="Leave this rule out. Repeatable.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -47,12 +53,8 @@ def rewrite(
     static: Annotated[
         bool, typer.Option(help="Take nodes whose shapes are all fixed, too.")
     ] = False,
-    rules: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Apply only this rule. Repeatable.")
-    ] = None,
-    disable: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Leave this rule out. Repeatable.")
-    ] = None,
+    rules: Rules = None,
+    disable: Disabled = None,
     list_rules: Annotated[
         bool,
         typer.Option("--list-rules", is_eager=True, callback=_list_rules, help="List the rules."),
@@ -70,14 +72,11 @@ def rewrite(
     ] = False,
 ) -> None:
     """Replace MatMul and Gemm nodes by MoonPoly's ops. The result runs in any ONNX Runtime."""
-    from ..rewriting import list_rules as all_rules
     from ..rewriting import rewrite as rewrite_model
 
     if (target is None) != dry_run:
         raise typer.BadParameter("give either OUT or --dry-run")
-    known = [rule.name for rule in all_rules()]
-    if unknown := sorted({*(rules or ()), *(disable or ())} - set(known)):
-        raise typer.BadParameter(f"no rule {unknown[0]!r}; the rules are {', '.join(known)}")
+    _refuse_unknown_rules(rules, disable)
     result = rewrite_model(
         source,
         target,
@@ -109,6 +108,14 @@ def rewrite(
         out.print(f"  {count} left: {reason}", markup=False)
     if target:
         out.print(f"written to {target}", markup=False)
+
+
+def _refuse_unknown_rules(rules: list[str] | None, disable: list[str] | None) -> None:
+    from ..rewriting import list_rules
+
+    known = [rule.name for rule in list_rules()]
+    if unknown := sorted({*(rules or ()), *(disable or ())} - set(known)):
+        raise typer.BadParameter(f"no rule {unknown[0]!r}; the rules are {', '.join(known)}")
 
 
 def describe_entry(entry: Any) -> dict[str, Any]:
@@ -277,9 +284,31 @@ def explain(
     precision: Annotated[str, typer.Option(help="tf32 or ieee: how fp32 is multiplied.")] = "tf32",
     pack: Annotated[Path | None, typer.Option(help="The kernel pack to plan with.")] = None,
     node: Annotated[str | None, typer.Option(help="Only the node of this name.")] = None,
+    graph: Annotated[
+        bool,
+        typer.Option(
+            "--graph", help="Show what rewriting makes of the graph, and what it left and why."
+        ),
+    ] = False,
+    rules: Rules = None,
+    disable: Disabled = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the kernels chosen for every node at given sizes. Needs no GPU."""
+    """Show the kernels chosen for every node at given sizes, or the rewritten graph. No GPU."""
+    if graph:
+        if dim or inputs or gpu or pack or node:
+            raise typer.BadParameter("--graph takes no sizes, GPU, pack or node")
+        from ..graph_explaining import explain_graph
+
+        _refuse_unknown_rules(rules, disable)
+        explained = explain_graph(model, rules=rules or None, disable=disable or ())
+        if as_json:
+            print_json(explained.as_dict())
+        else:
+            console().print(explained)
+        return
+    if rules or disable:
+        raise typer.BadParameter("--rules and --disable go with --graph")
     from ..explaining import explain as explain_model
 
     sizes = _load_inputs(inputs, dim) if inputs else parse_dims(dim or ())

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+from moonpoly_ort.graph_passes import pipeline
 from numpy.typing import NDArray
 
 import moonpoly_ort
@@ -24,7 +25,11 @@ Feeds = Iterable[Mapping[str, Array]]
 FOLDING = "batch_normalization"
 """The rule that changes weights, and so the bits of results."""
 
-ALL_RULES = tuple(rule.name for rule in moonpoly_ort.list_rules() if rule.name != FOLDING)
+ALL_RULES = tuple(rule.name for rule in pipeline.RULES)
+"""The rules that take one node for one, those on request too."""
+
+FUSING_RULES = tuple(rule.name for rule in moonpoly_ort.list_rules() if rule.name != FOLDING)
+"""Those and the rules that fuse nodes."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from moonpoly_ort.graph_passes import pipeline
 from numpy.typing import NDArray
 
 import moonpoly_ort
+from moonpoly_ort.sizing import all_nodes
 from tests.corpus import cases
 from tests.corpus.comparing import BFLOAT16, bound
+from tests.corpus.interface import DOMAIN
 from tests.corpus.references import Float64Reference, outputs_of, plain_session
 
 from . import battery
@@ -72,6 +75,56 @@ def test_results_stay_the_same_bits(case: cases.Case, tmp_path: Path, folder: Pa
     feeds = list(case.inputs())
     battery.check_without_library(rewritten, feeds)
     battery.check_session(rewritten, feeds)
+
+
+FUSED = {
+    "mm_m0": ["MatMulBias"],
+    "mm_add_rank3": ["MatMulBias"],
+    "mm_add_second": ["MatMulBias"],
+    "gemm_id_transpose": ["MatMulBias"],
+    "names_dup": ["MatMul", "MatMulRelu"],
+    "unsorted": ["MatMulBias"],
+    "fp16_mixed": ["MatMulBias"],
+}
+"""Cases in which something is fused, and into what; in the others nothing may be."""
+
+MISSED = {
+    "mm_add_up": ["residual: shape-unproven"],
+    "mm_add_second": ["activation: other-readers"],
+    "mm_is_output": ["bias: other-readers"],
+    "gemm_id_transpose": ["transpose: form-unknown"],
+    "conv_empty_bias": ["residual: shape-unproven"],
+    "conv_add_group": ["residual: shape-unproven"],
+    "conv_relu_fanout": ["activation: other-readers"],
+}
+
+
+@pytest.mark.parametrize("case", cases.ALL, ids=_id)
+def test_exactly_the_expected_nodes_are_fused(
+    case: cases.Case, tmp_path: Path, folder: Path
+) -> None:
+    path, after = case.save(tmp_path), folder / "fused.onnx"
+    result = moonpoly_ort.rewrite(path, after, rules=battery.FUSING_RULES)
+    fusing = {fusion.name for fusion in pipeline.FUSIONS}
+    entries = [entry for entry in result.report if entry.rule in fusing]
+    missed = [f"{entry.rule}: {entry.reason}" for entry in entries if not entry.taken]
+    assert missed == MISSED.get(case.id, [])
+    ours = sorted(n.op_type for n in all_nodes(result.model.graph.node) if n.domain == DOMAIN)
+    if case.id in FUSED:
+        assert ours == FUSED[case.id]
+    inside = [entry for entry in entries if entry.taken and entry.where.startswith("function")]
+    assert bool(inside) == (case.id == "functions")
+    assert any(entry.taken for entry in entries) == (case.id in FUSED or bool(inside))
+    again = moonpoly_ort.rewrite(after, folder / "again.onnx", rules=battery.FUSING_RULES)
+    assert not again.taken
+    assert (folder / "again.onnx").read_bytes() == after.read_bytes()
+    if not case.runs:
+        return
+    before, fused = plain_session(path), plain_session(after)
+    for feed in case.inputs():
+        wanted = outputs_of(before, feed)
+        limit = 2e-2 if _dtype(case) == BFLOAT16 else 1e-2 if _dtype(case) == np.float16 else 1e-5
+        battery.check_outputs(outputs_of(fused, feed), wanted, wanted, limit)
 
 
 @pytest.mark.parametrize("case", _INTERPRETED, ids=_id)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import onnx
 import pytest
 
+import moonpoly_ort
 from tests.corpus import exports
+from tests.corpus.interface import DOMAIN
 from tests.corpus.references import Float64Reference, outputs_of, plain_session
 
 from . import battery
@@ -22,6 +26,25 @@ TAKEN: Mapping[str, Mapping[str, int]] = {
     "llama_op23": {"MatMul": 15},
     "gpt2_op22": {"MatMul": 5, "Gemm": 8},
 }
+
+FUSED: Mapping[str, Mapping[str, int]] = {
+    "bert_op18": {
+        "MatMul": 4, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2, "GemmTanh": 1,
+    },
+    "bert_op20_f16": {
+        "MatMul": 4, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2, "GemmTanh": 1,
+    },
+    "vit_op18": {
+        "MatMul": 4, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2, "GemmTanh": 1,
+        "ConvNoBias": 1,
+    },
+    "resnet50_op18": {"ConvNoBiasRelu": 33, "ConvNoBiasAddRelu": 16, "ConvNoBias": 4},
+    "mobilenet_op18": {"ConvNoBiasClip": 35, "ConvNoBiasAdd": 10, "ConvNoBias": 7},
+    "llama_op21": {"MatMul": 11, "MatMulAdd": 4, "MatMulSilu": 2, "MatMulMul": 2},
+    "llama_op23": {"MatMul": 7, "MatMulAdd": 4, "MatMulSilu": 2, "MatMulMul": 2},
+    "gpt2_op22": {"MatMul": 7, "MatMulGeluTanh": 2, "MatMulAdd": 2, "Gemm": 2},
+}  # fmt: skip
+"""The operators of the nodes that the fusing rules make. A new GPT-2 has biases of 0, left out."""
 
 
 @pytest.fixture(scope="module", params=exports.ALL, ids=lambda export: export.id)
@@ -58,3 +81,16 @@ def test_kernels_give_the_exact_values(export: exports.Export) -> None:
     plain = outputs_of(plain_session(path), feed)
     limit = 5e-3 if export.half else 1e-5
     battery.check_outputs(got, Float64Reference(path)(feed), plain, limit)
+
+
+def test_what_follows_a_product_is_fused_into_it(export: exports.Export, tmp_path: Path) -> None:
+    path = tmp_path / "fused.onnx"
+    result = moonpoly_ort.rewrite(export.path(), path, rules=battery.FUSING_RULES)
+    ours = [node for node in result.model.graph.node if node.domain == DOMAIN]
+    assert Counter(node.op_type for node in ours) == FUSED[export.id]
+    onnx.checker.check_model(path, full_check=True)
+    assert not moonpoly_ort.rewrite(path, rules=battery.FUSING_RULES).taken
+    before, after = plain_session(export.path()), plain_session(path)
+    for feed in export.feeds():
+        wanted, got = outputs_of(before, feed), outputs_of(after, feed)
+        battery.check_outputs(got, wanted, wanted, 5e-3 if export.half else 1e-5)

@@ -8,12 +8,16 @@ import numpy as np
 import onnx
 import onnx.parser
 import onnxruntime as ort
+from moonpoly_ort.graph_passes import pipeline
 
 from moonpoly_ort.rewriting import RewriteResult, list_rules, rewrite
 
 Feeds = Mapping[str, np.ndarray]
 
-RULE_OF = {rule.op_type: rule.name for rule in list_rules()}
+RULE_OF = {rule.op_type: rule.name for rule in pipeline.RULES}
+"""The rules that turn one node into one of ours."""
+
+ALL_RULES = tuple(rule.name for rule in list_rules())
 LEVELS = tuple(ort.GraphOptimizationLevel.__members__.values())
 
 
@@ -67,7 +71,7 @@ def passes_checker(model: onnx.ModelProto) -> bool:
 def check(
     model: onnx.ModelProto, *feeds: Feeds, static: bool = False, taken: int | None = None
 ) -> RewriteResult:
-    """Rewrites `model` by all rules and asserts all that must hold of any rewrite.
+    """Rewrites `model` node by node and asserts all that must hold of any such rewrite.
 
     Args:
         model: The model, which must stay as it is.
@@ -108,6 +112,59 @@ def check(
     for feed in feeds:
         for expected, actual in zip(run(model, feed), run(after, feed), strict=True):
             np.testing.assert_array_equal(actual, expected, strict=True)
+    return result
+
+
+def check_fused(
+    model: onnx.ModelProto,
+    *feeds: Feeds,
+    ops: Sequence[str],
+    missed: Sequence[str] = (),
+    rules: Sequence[str] = ALL_RULES,
+    tolerance: float = 1e-5,
+) -> RewriteResult:
+    """Rewrites `model` with fusing rules and asserts all that must hold of it then.
+
+    Args:
+        model: The model, which must stay as it is.
+        feeds: Inputs for which both models must give close values of the same shapes.
+        ops: The operators of the rewritten model, `ai.moonpoly.` left out, `Constant` too.
+        missed: What must have been a near miss, as "rule: reason".
+        rules: The rules to apply.
+        tolerance: Relative to the largest value of an output.
+    """
+    before = model.SerializeToString()
+    result = rewrite(model, rules=rules)
+    after = result.model
+    assert model.SerializeToString() == before
+    names = [name.removeprefix("ai.moonpoly.") for name in op_types(after)]
+    assert [name for name in names if name != "Constant"] == list(ops), result.report
+    fusing = {fusion.name for fusion in pipeline.FUSIONS}
+    left = [e for e in result.report if not e.taken and e.rule in fusing and e.rule in rules]
+    assert [f"{e.rule}: {e.reason}" for e in left] == list(missed), left
+    assert all(entry.detail for entry in left)
+    for field in ("name", "input", "output", "doc_string"):
+        assert getattr(after.graph, field) == getattr(model.graph, field), field
+    outputs = {output for node in all_nodes(after.graph.node) for output in node.output}
+    for entry in result.taken:
+        assert not entry.into or entry.into in outputs
+    for node in all_nodes(after.graph.node):
+        if node.domain == "ai.moonpoly":
+            stamp = {entry.key: entry.value for entry in node.metadata_props}["moonpoly.rule"]
+            assert set(stamp.split(",")) <= set(rules)
+
+    if passes_checker(model):
+        onnx.checker.check_model(after, full_check=True)
+    again = rewrite(after, rules=rules)
+    assert not again.taken
+    assert again.model.SerializeToString() == after.SerializeToString()
+
+    for feed in feeds:
+        for level in LEVELS[:1] + LEVELS[-1:]:
+            for expected, actual in zip(run(model, feed), run(after, feed, level), strict=True):
+                assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+                size = np.abs(expected[np.isfinite(expected)]).max(initial=1.0)
+                np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * size)
     return result
 
 

@@ -225,7 +225,19 @@ def test_list_of_rules() -> None:
         ("gemm", "Gemm"),
         ("conv", "Conv"),
         ("conv_transpose", "ConvTranspose"),
+        ("fused_matmul", "FusedMatMul"),
+        ("fused_gemm", "FusedGemm"),
+        ("fused_conv", "FusedConv"),
         ("batch_normalization", "BatchNormalization"),
+        ("transpose", "Transpose"),
+        ("flatten", "Reshape"),
+        ("bias", "Add"),
+        ("residual", "Add, Mul"),
+        (
+            "activation",
+            "Relu, LeakyRelu, Clip, Sigmoid, Tanh, HardSigmoid, HardSwish, Gelu, GeluTanh, "
+            "QuickGelu, Silu",
+        ),
     ]
     assert all(" -> ai.moonpoly." in rule.transformation for rule in list_rules())
 

@@ -1,0 +1,109 @@
+"""Gelu(MatMul(A, B)) -> ai.moonpoly.MatMulGelu(A, B)
+
+Relu, LeakyRelu, Clip, Sigmoid, Tanh, HardSigmoid, HardSwish, Gelu, QuickGelu and Silu, as one node
+or as the several nodes that exporters write for them (`known_forms.py`), and ONNX Runtime's own
+Gelu, FastGelu and QuickGelu.
+
+The nodes are found from the product on: what only it and numbers go into belongs to the expression.
+The longest expression of a known form is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import onnx
+import onnx_ir as ir
+
+from . import polynomial
+from .fusion import Fused, Fusion, NearMiss, Product
+from .known_forms import Form, evaluate, recognize
+from .operators import ACTIVATIONS, OPERATORS
+from .polynomial import Atom, Terms
+
+_MOST_NODES = 16
+"""Nodes of an expression; the longest known form has 8."""
+
+
+class ActivationFusion(Fusion):
+    name = "activation"
+    op_type = ", ".join(ACTIVATIONS)
+    transformation = "Gelu(MatMul(A, B)) -> ai.moonpoly.MatMulGelu(A, B)"
+
+    def match(self, product: Product) -> Fused | NearMiss | None:
+        operator = product.operator
+        if operator.activation or f"{operator.name}Relu" not in OPERATORS:
+            return None
+        missed = None
+        expression = _Expression(product)
+        for form, nodes in expression.forms():
+            inner = [product.output, *(node.output[0] for node in nodes[:-1])]
+            refusal = product.refuse_readers(*inner, by=nodes)
+            if refusal is not None:
+                missed = missed or NearMiss(nodes[-1], refusal)
+                continue
+            wanted = dataclasses.replace(operator, activation=form.activation)
+            names = ACTIVATIONS[form.activation].parameters
+            return Fused(
+                wanted,
+                product.inputs,
+                absorbed=nodes,
+                attributes=dict(zip(names, form.parameters, strict=True)),
+            )
+        return missed
+
+
+class _Expression:
+    """All that is computed from a product and numbers alone, near to it."""
+
+    def __init__(self, product: Product) -> None:
+        self._product = product
+        self._terms: dict[str, Terms] = {product.output: polynomial.variable()}
+        self._atoms: dict[str, Atom] = {}
+        self._nodes: list[onnx.NodeProto] = []
+        self._grow()
+
+    def forms(self) -> Iterator[tuple[Form, Sequence[onnx.NodeProto]]]:
+        """The known activations in it, longest first, each with its nodes in order."""
+        dtypes = {view.dtype for view in self._product.types(self._product.output)}
+        exact = dtypes == {ir.DataType.FLOAT}
+        for node in reversed(self._nodes):
+            form = recognize(self._terms[node.output[0]], self._atoms, exact=exact)
+            if form is not None:
+                yield form, self._needed(node)
+
+    def _grow(self) -> None:
+        pending = [self._product.output]
+        while pending and len(self._nodes) < _MOST_NODES:
+            for node in self._product.readers(pending.pop(0)):
+                if len(node.output) != 1 or node.output[0] in self._terms:
+                    continue
+                operands = [self._operand(name) for name in node.input]
+                found = evaluate(self._product, node, operands)
+                if found is None:
+                    continue
+                name = node.output[0]
+                if isinstance(found, Atom):
+                    self._atoms[name] = found
+                    found = polynomial.variable(name)
+                self._terms[name] = found
+                self._nodes.append(node)
+                # One of its readers may have been passed over, for want of this operand.
+                pending.append(name)
+
+    def _operand(self, name: str) -> Terms | None:
+        if name in self._terms:
+            return self._terms[name]
+        number = self._product.scalar(name) if name else None
+        return None if number is None else polynomial.constant(number)
+
+    def _needed(self, last: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """`last` and the nodes that it depends on, `last` at the end."""
+        wanted = set(last.input)
+        nodes = [last]
+        for node in reversed(self._nodes[: self._nodes.index(last)]):
+            if node.output[0] in wanted:
+                wanted.update(node.input)
+                nodes.append(node)
+        return nodes[::-1]

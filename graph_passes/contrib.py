@@ -1,0 +1,168 @@
+"""com.microsoft.FusedGemm(A, B, C?) -> ai.moonpoly.GemmRelu(A, B, C?)
+
+ONNX Runtime's own products, as its optimizers leave them in a model: FusedMatMul, FusedGemm and
+FusedConv. Each is checked as the standard operator in it (`stand_ins.py`), and then for what it has
+beyond that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from .conv import ConvRule
+from .domain import DOMAIN
+from .gemm import GemmRule
+from .matmul import MatMulRule
+from .operators import ACTIVATIONS, OPERATORS, Operator, Residual
+from .report import Reason, Refusal
+from .rule import Rule, Scope
+from .stand_ins import CONTRIB
+
+_FUSED = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid")
+"""Activations of FusedGemm and FusedConv that there are operators for."""
+
+
+class FusedMatMulRule(Rule):
+    name = "fused_matmul"
+    op_type = "FusedMatMul"
+    domain = CONTRIB
+    transformation = "com.microsoft.FusedMatMul(A, B) -> ai.moonpoly.Gemm(A, B)"
+
+    def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
+        attributes = _values(node)
+        for name in ("transBatchA", "transBatchB"):
+            if attributes.get(name):
+                return Refusal(Reason.RANK_UNSUPPORTED, f"{name} is 1; no product of ours has it")
+        if not _is_gemm(node):
+            return None
+        for name, value in zip("AB", view.inputs, strict=False):
+            shape = None if value is None else value.shape
+            if shape is None:
+                return Refusal(
+                    Reason.RANK_UNKNOWN, f"transposed or scaled, and {name} has no known rank"
+                )
+            if len(shape) != 2:
+                return Refusal(
+                    Reason.RANK_UNSUPPORTED,
+                    f"transposed or scaled, and {name} is {shape}; 2 dimensions are supported",
+                )
+        return None
+
+    def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
+        return (GemmRule() if node.op_type == "Gemm" else MatMulRule()).check(node, scope)
+
+    def rewrite(self, node: ir.Node) -> None:
+        node.domain = DOMAIN
+
+    def adapt(self, node: onnx.NodeProto) -> None:
+        attributes = _values(node)
+        node.op_type = "Gemm" if _is_gemm(node) else "MatMul"
+        del node.attribute[:]
+        if node.op_type == "Gemm":
+            flags = {flag: int(attributes.get(flag, 0)) for flag in ("transA", "transB")}
+            _set(node, {**flags, "alpha": float(attributes.get("alpha", 1.0)), "beta": 1.0})
+
+
+class FusedGemmRule(Rule):
+    name = "fused_gemm"
+    op_type = "FusedGemm"
+    domain = CONTRIB
+    transformation = "com.microsoft.FusedGemm(A, B, C?) -> ai.moonpoly.GemmRelu(A, B, C?)"
+
+    def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
+        attributes = _values(node)
+        given = [attributes.get(f"activation_{which}") for which in ("alpha", "beta")]
+        return _refuse_activation(node, [value for value in given if value is not None], scope)
+
+    def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
+        return GemmRule().check(node, scope)
+
+    def rewrite(self, node: ir.Node) -> None:
+        GemmRule().rewrite(node)
+
+    def adapt(self, node: onnx.NodeProto) -> None:
+        attributes = _values(node)
+        operator = Operator("Gemm", _activation(node))
+        parameters = ACTIVATIONS[operator.activation].parameters if operator.activation else ()
+        _finish(node, operator, [float(attributes[name]) for name in parameters])
+
+
+class FusedConvRule(Rule):
+    name = "fused_conv"
+    op_type = "FusedConv"
+    domain = CONTRIB
+    transformation = "com.microsoft.FusedConv(X, W, B?, Z?) -> ai.moonpoly.ConvAddRelu(X, W, B, Z)"
+
+    def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
+        return _refuse_activation(node, _values(node).get("activation_params", []), scope)
+
+    def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
+        return ConvRule().check(node, scope)
+
+    def rewrite(self, node: ir.Node) -> None:
+        node.domain = DOMAIN
+
+    def adapt(self, node: onnx.NodeProto) -> None:
+        inputs = [*node.input, "", ""][:4]
+        residual = Residual.BEFORE if inputs[3] else Residual.NONE
+        operator = Operator("Conv" if inputs[2] else "ConvNoBias", _activation(node), residual)
+        del node.input[:]
+        node.input.extend(name for name in inputs if name)
+        _finish(node, operator, _values(node).get("activation_params", []))
+
+
+def _refuse_activation(
+    node: onnx.NodeProto, parameters: Sequence[float], scope: Scope
+) -> Refusal | None:
+    activation = _activation(node)
+    if not activation:
+        return None
+    if activation not in _FUSED:
+        return Refusal(
+            Reason.NO_SUCH_OPERATOR, f"activation {activation!r}; supported: {', '.join(_FUSED)}"
+        )
+    needed = len(ACTIVATIONS[activation].parameters)
+    if len(parameters) < needed:
+        return Refusal(Reason.INVALID, f"{activation} needs {needed} parameters")
+    least = ACTIVATIONS[activation].min_opset
+    if scope.body_opset is not None and scope.body_opset < least:
+        return Refusal(
+            Reason.OPSET,
+            f"{activation} needs ai.onnx version {least} (CastLike); the model imports "
+            f"{scope.body_opset}",
+        )
+    return None
+
+
+def _activation(node: onnx.NodeProto) -> str:
+    value = _values(node).get("activation", b"")
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _finish(node: onnx.NodeProto, operator: Operator, parameters: Sequence[float]) -> None:
+    """Sets the operator and its parameters, and drops attributes that it does not have."""
+    node.op_type = operator.name
+    names = ACTIVATIONS[operator.activation].parameters if operator.activation else ()
+    for attribute in list(node.attribute):
+        if attribute.name not in OPERATORS[operator.name].attributes or attribute.name in names:
+            node.attribute.remove(attribute)
+    _set(node, dict(zip(names, map(float, parameters), strict=False)))
+
+
+def _is_gemm(node: onnx.NodeProto) -> bool:
+    attributes = _values(node)
+    turned = attributes.get("transA") or attributes.get("transB")
+    return bool(turned) or attributes.get("alpha", 1.0) != 1.0
+
+
+def _values(node: onnx.NodeProto) -> dict[str, Any]:
+    return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+
+
+def _set(node: onnx.NodeProto, attributes: Mapping[str, float | int]) -> None:
+    for name, value in attributes.items():
+        node.attribute.append(onnx.helper.make_attribute(name, value))

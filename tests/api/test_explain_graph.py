@@ -1,0 +1,72 @@
+"""What `explain --graph` says of a model before and after it is rewritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import parser
+from typer.testing import CliRunner
+
+import moonpoly_ort
+from moonpoly_ort import explain
+from moonpoly_ort.cli import app
+from moonpoly_ort.graph_explaining import FusedNode, explain_graph
+
+RULES = ("matmul", "bias", "residual", "activation")
+
+
+@pytest.fixture
+def block(tmp_path: Path) -> Path:
+    """Two products: the first fuses all that follows, the second is read twice."""
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[n, 8] x, float[8, 8] w, float[8] b, float[8, 4] v) => (y, z)
+        {   [lin] t = MatMul (x, w)  u = Add (t, b)  s = Sigmoid (u)  r = Mul (u, s)
+            [head] o = MatMul (r, v)  y = Relu (o)  z = Neg (o) }"""
+    )
+    onnx.save(model, tmp_path / "block.onnx")
+    return tmp_path / "block.onnx"
+
+
+def test_says_what_was_absorbed_and_what_was_left(block: Path) -> None:
+    explained = explain_graph(block, rules=RULES)
+    assert explained.before == {"Add": 1, "MatMul": 2, "Mul": 1, "Neg": 1, "Relu": 1, "Sigmoid": 1}
+    assert explained.after == {
+        "Neg": 1, "Relu": 1, "ai.moonpoly.MatMul": 1, "ai.moonpoly.MatMulBiasSilu": 1,
+    }  # fmt: skip
+    absorbed = ("Add u", "Sigmoid s", "Mul r")
+    rules = ("matmul", "bias", "activation")
+    assert explained.fused == (FusedNode("lin", "MatMulBiasSilu", rules, absorbed),)
+    (missed,) = explained.near_misses
+    assert (missed.name, missed.op, missed.rule) == ("y", "Relu", "activation")
+    assert missed.reason == "other-readers"
+    assert "'o'" in missed.detail
+
+
+def test_a_rule_switched_off_is_not_applied(block: Path) -> None:
+    explained = explain_graph(block, rules=RULES, disable=["bias"])
+    assert not explained.fused
+    assert explained.after["Add"] == 1
+
+
+def test_command(block: Path) -> None:
+    words = ["explain", str(block), "--graph", *(w for rule in RULES for w in ("--rules", rule))]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    for part in ("MatMulBiasSilu", "Add u, Sigmoid s, Mul r", "matmul, bias, activation", "'o' is"):
+        assert part in result.output
+    data = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    assert data["fused"][0]["op"] == "MatMulBiasSilu"
+    assert CliRunner().invoke(app, [*words, "--dim", "n=1"]).exit_code == 2
+    assert CliRunner().invoke(app, ["explain", str(block), "--rules", "bias"]).exit_code == 2
+
+
+def test_plans_of_a_fused_model_are_those_of_its_products(block: Path, tmp_path: Path) -> None:
+    fused = moonpoly_ort.rewrite(block, tmp_path / "fused.onnx", rules=RULES)
+    assert fused.taken
+    plans = [explain(path, {"n": 5}, gpu="H200") for path in (block, tmp_path / "fused.onnx")]
+    assert plans[0] == plans[1]
+    assert [(plan.m, plan.n, plan.k) for plan in plans[1]] == [(5, 8, 8), (5, 4, 8)]

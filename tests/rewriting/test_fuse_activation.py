@@ -1,0 +1,265 @@
+"""Activations behind a product, as one node or as exporters write them out."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import pytest
+from equivalence import check_fused, parse, random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moonpoly_ort.rewriting import RewriteResult
+
+FEEDS = {"a": 2 * random(2, 3, 4), "b": random(4, 5)}
+CONTRIB = ', "com.microsoft" : 1'
+
+# Each form in terms of x, with the numbers that are written in it as tensors of rank 0.
+FORMS = {
+    # torch.onnx, both exporters; Hugging Face's own GELU; tf2onnx
+    "Gelu": [
+        "d = Div (x, 1.41421356)  e = Erf (d)  f = Add (e, 1.0)  g = Mul (x, f)  y = Mul (g, 0.5)",
+        "d = Div (x, 1.41421356)  e = Erf (d)  f = Add (e, 1.0)  g = Mul (0.5, f)  y = Mul (x, g)",
+        "h = Mul (x, 0.5)  d = Mul (x, 0.70710678)  e = Erf (d)  f = Add (1.0, e)  y = Mul (h, f)",
+        "d = Mul (0.70710678, x)  e = Erf (d)  f = Add (e, 1.0)  g = Mul (f, 0.5)  y = Mul (g, x)",
+    ],
+    "GeluTanh": [
+        """c = Pow (x, 3.0)  m = Mul (0.044715, c)  s = Add (x, m)  i = Mul (0.79788456, s)
+           t = Tanh (i)  o = Add (1.0, t)  h = Mul (0.5, x)  y = Mul (h, o)""",
+        """q = Mul (x, x)  c = Mul (q, x)  m = Mul (c, 0.044715)  s = Add (m, x)
+           i = Mul (s, 0.79788456)  t = Tanh (i)  o = Add (t, 1.0)  p = Mul (x, o)
+           y = Mul (p, 0.5)""",
+        """q = Pow (x, 2.0)  m = Mul (q, 0.044715)  s = Add (m, 1.0)  k = Mul (x, 0.79788456)
+           i = Mul (k, s)  t = Tanh (i)  o = Add (t, 1.0)  h = Mul (x, 0.5)  y = Mul (h, o)""",
+    ],
+    "QuickGelu": ["m = Mul (x, 1.702)  s = Sigmoid (m)  y = Mul (x, s)"],
+    "Silu": ["s = Sigmoid (x)  y = Mul (x, s)", "s = Sigmoid (x)  y = Mul (s, x)"],
+    "HardSwish": [
+        "s = HardSigmoid <alpha = 0.16666667, beta = 0.5> (x)  y = Mul (x, s)",
+        "p = Add (x, 3.0)  c = Clip (p, 0.0, 6.0)  m = Mul (x, c)  y = Div (m, 6.0)",
+        "p = Add (3.0, x)  c = Clip (p, 0.0, 6.0)  d = Div (c, 6.0)  y = Mul (d, x)",
+        "y = HardSwish (x)",
+    ],
+    "HardSigmoid": [
+        "y = HardSigmoid <alpha = 0.3> (x)",
+        "p = Add (x, 3.0)  c = Clip (p, 0.0, 6.0)  y = Div (c, 6.0)",
+    ],
+    "Relu": ["y = Relu (x)"],
+    "LeakyRelu": ["y = LeakyRelu <alpha = 0.3> (x)", "y = LeakyRelu (x)"],
+    "Clip": [
+        "y = Clip (x, 0.0, 6.0)",
+        'y = Clip (x, "", 1.5)',
+        "y = Clip (x, -0.5)",
+        "y = Clip (x)",
+    ],
+    "Sigmoid": ["y = Sigmoid (x)"],
+    "Tanh": ["y = Tanh (x)"],
+}
+ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]
+
+
+def model_of(
+    form: str, *, opset: int = 18, rank: int = 0, dtype: str = "float", imports: str = CONTRIB
+) -> onnx.ModelProto:
+    """A product in front of `form`, whose numbers become initializers of some rank."""
+    names: dict[str, str] = {}
+    words = []
+    for word in form.replace("(", " ( ").replace(")", " ) ").replace(",", " , ").split():
+        is_operand = word.lstrip("-").replace(".", "", 1).isdigit()
+        if is_operand and "=" not in words[-1:]:
+            word = names.setdefault(word, f"number_{len(names)}")
+        words.append(word)
+    model = parse(
+        f"""g ({dtype}[p, s, k] a, {dtype}[k, 5] b) => ({dtype}[p, s, 5] y)
+            {{ x = MatMul (a, b)  {" ".join(words)} }}""",
+        opset=opset,
+        imports=imports,
+    )
+    for number, name in names.items():
+        value = np.full(
+            (1,) * rank, float(number), np.float16 if dtype == "float16" else np.float32
+        )
+        model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    return model
+
+
+def attributes(result: RewriteResult) -> list[float]:
+    return [a.f for a in result.model.graph.node[-1].attribute]
+
+
+@pytest.mark.parametrize(("name", "form"), ALL_FORMS)
+def test_forms_of_opset_18(name: str, form: str) -> None:
+    result = check_fused(model_of(form), FEEDS, ops=[f"MatMul{name}"])
+    assert not result.model.graph.initializer
+
+
+@pytest.mark.parametrize(("name", "form"), ALL_FORMS)
+def test_forms_in_half_precision(name: str, form: str) -> None:
+    """Numbers are rounded to 11 bits, and are found all the same."""
+    feeds = {key: value.astype(np.float16) for key, value in FEEDS.items()}
+    check_fused(model_of(form, dtype="float16"), feeds, ops=[f"MatMul{name}"], tolerance=4e-3)
+
+
+@pytest.mark.parametrize("opset", [20, 23])
+@pytest.mark.parametrize("name", FORMS)
+def test_newer_opsets(opset: int, name: str) -> None:
+    check_fused(model_of(FORMS[name][0], opset=opset), FEEDS, ops=[f"MatMul{name}"])
+
+
+@pytest.mark.parametrize(
+    ("form", "opset", "op"),
+    [
+        ("y = Gelu (x)", 20, "MatMulGelu"),
+        ('y = Gelu <approximate = "tanh"> (x)', 20, "MatMulGeluTanh"),
+        ("y = com.microsoft.Gelu (x)", 17, "MatMulGelu"),
+        ("y = com.microsoft.FastGelu (x)", 17, "MatMulGeluTanh"),
+        ("y = com.microsoft.QuickGelu (x)", 17, "MatMulQuickGelu"),
+        ("y = com.microsoft.QuickGelu <alpha = 1.25> (x)", 17, "MatMulQuickGelu"),
+    ],
+)
+def test_nodes_of_newer_opsets_and_of_onnx_runtime(form: str, opset: int, op: str) -> None:
+    check_fused(model_of(form, opset=opset), FEEDS, ops=[op], tolerance=1e-4)
+
+
+@pytest.mark.skipif(onnx.defs.onnx_opset_version() < 24, reason="onnx has no Swish yet")
+@pytest.mark.parametrize(
+    ("given", "op"), [("", "MatMulSilu"), ("<alpha = 1.5>", "MatMulQuickGelu")]
+)
+def test_swish(given: str, op: str) -> None:
+    check_fused(model_of(f"y = Swish {given} (x)", opset=24), ops=[op])
+
+
+def test_parameters_are_spelled_out() -> None:
+    lowest, highest = np.finfo(np.float32).min, np.finfo(np.float32).max
+    for form, wanted in (
+        ("y = LeakyRelu (x)", [0.01]),
+        ("y = HardSigmoid (x)", [0.2, 0.5]),
+        ("y = Clip (x, 0.0, 6.0)", [0, 6]),
+        ("y = Clip (x)", [lowest, highest]),
+        ('y = Clip (x, "", 1.5)', [lowest, 1.5]),
+        ("y = com.microsoft.QuickGelu (x)", [1.702]),
+    ):
+        result = check_fused(model_of(form), ops=[f"MatMul{form.split()[2].split('.')[-1]}"])
+        np.testing.assert_allclose(attributes(result), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("opset", [7, 9, 10])
+def test_clip_with_attributes_is_not_fused(opset: int) -> None:
+    """Its bounds are attributes, but those of other operators' bodies need CastLike."""
+    model = model_of("y = Clip <max = 6.0> (x)", opset=opset)
+    check_fused(model, FEEDS, ops=["MatMul", "Clip"], missed=["activation: opset"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_activations_before_opset_15(name: str) -> None:
+    needs_numbers = name in ("Clip", "Gelu", "GeluTanh", "QuickGelu")
+    form = FORMS[name][0]
+    model = model_of(form, opset=13)
+    if needs_numbers:
+        rest = [word for word in form.split() if word[0].isupper()]
+        check_fused(model, FEEDS, ops=["MatMul", *rest], missed=["activation: opset"])
+    else:
+        check_fused(model, FEEDS, ops=[f"MatMul{name}"])
+
+
+@given(
+    st.sampled_from([form for _, form in ALL_FORMS if "HardSwish (x)" not in form]),
+    st.integers(0, 4),
+)
+@settings(max_examples=40, deadline=None)
+def test_numbers_may_have_a_rank_up_to_that_of_the_product(form: str, rank: int) -> None:
+    if "Clip" in form:
+        return  # takes bounds of rank 0 only
+    model = model_of(form, rank=rank)
+    (name,) = [name for name, known in ALL_FORMS if known == form][:1]
+    if rank <= 3 or not model.graph.initializer:
+        check_fused(model, FEEDS, ops=[f"MatMul{name}"])
+    else:
+        model.graph.output[0].type.tensor_type.shape.dim.add()
+        check_fused(model, ops=[node.op_type for node in model.graph.node])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        # off by one number, or by one operand
+        "d = Div (x, 1.5)  e = Erf (d)  f = Add (e, 1.0)  g = Mul (x, f)  y = Mul (g, 0.5)",
+        "d = Div (x, 1.41421356)  e = Erf (d)  f = Add (e, 1.0)  y = Mul (x, f)",
+        "d = Div (x, 1.41421356)  e = Erf (d)  f = Sub (e, 1.0)  g = Mul (x, f)  y = Mul (g, 0.5)",
+        "c = Pow (x, 2.0)  m = Mul (0.044715, c)  s = Add (x, m)  y = Tanh (s)",
+        "p = Add (x, 3.0)  c = Clip (p, 0.0, 5.0)  m = Mul (x, c)  y = Div (m, 6.0)",
+        "p = Add (x, 3.0)  y = Relu (p)",
+        "e = Erf (x)  y = Neg (e)",
+        "y = Clip (x, bound, 6.0)",
+    ],
+)
+def test_what_is_no_known_activation_stays(form: str) -> None:
+    model = model_of(form)
+    if "bound" in form:
+        model.graph.input.append(onnx.helper.make_tensor_value_info("bound", 1, []))
+    check_fused(model, ops=[n.op_type for n in model.graph.node], rules=["matmul", "activation"])
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["y = Relu (x)  z = Neg (x)", "s = Sigmoid (x)  y = Mul (x, s)  z = Neg (s)"],
+)
+def test_values_with_other_readers_stay(rest: str) -> None:
+    model = model_of(rest)
+    model.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, ["p", "s", 5]))
+    ops = [node.op_type for node in model.graph.node]
+    check_fused(model, FEEDS, ops=ops, missed=["activation: other-readers"])
+
+
+def test_a_product_that_is_an_output_stays() -> None:
+    model = model_of("y = Relu (x)")
+    model.graph.output.append(onnx.helper.make_tensor_value_info("x", 1, ["p", "s", 5]))
+    check_fused(model, FEEDS, ops=["MatMul", "Relu"], missed=["activation: other-readers"])
+
+
+def test_operators_that_the_model_defines_itself_stay() -> None:
+    model = parse(
+        "g (float[s, k] a, float[k, 5] b) => (y) { x = MatMul (a, b)  y = com.microsoft.Gelu (x) }",
+        imports=CONTRIB,
+        functions="""<domain: "com.microsoft", opset_import: ["" : 17]>
+            Gelu (x) => (y) { y = Neg (x) }""",
+    )
+    ops = ["MatMul", "com.microsoft.Gelu"]
+    check_fused(model, {"a": random(3, 4), "b": random(4, 5)}, ops=ops)
+
+
+@pytest.mark.parametrize(
+    ("base", "rest"),
+    list(itertools.product(["Gemm", "Conv", "ConvTranspose"], ["Relu", "Gelu", "Silu"])),
+)
+def test_behind_every_kind_of_product(base: str, rest: str) -> None:
+    inputs = (
+        "float[s, k] a, float[k, 5] b"
+        if base == "Gemm"
+        else "float[n, 3, h, w] a, float[3, 3, 1, 1] b"
+    )
+    form = FORMS[rest][0]
+    numbers = {"1.41421356": "r", "1.0": "u", "0.5": "h"}
+    for number, name in numbers.items():
+        form = form.replace(number, name)
+    model = parse(
+        f"""g ({inputs}) => (y) <float r = {{1.41421356}}, float u = {{1.0}}, float h = {{0.5}}>
+            {{ x = {base} (a, b)  {form} }}"""
+    )
+    feeds = {"a": random(3, 4), "b": random(4, 5)}
+    if base != "Gemm":
+        feeds = {"a": random(2, 3, 4, 5), "b": random(3, 3, 1, 1)}
+    name = base if base == "Gemm" else f"{base}NoBias"
+    check_fused(model, feeds, ops=[f"{name}{rest}"])
+
+
+def test_numbers_in_constant_nodes_go() -> None:
+    model = parse(
+        """g (float[s, k] a, float[k, 5] b) => (y) { x = MatMul (a, b)
+            c = Constant <value_float = 1.702> ()
+            m = Mul (c, x)  s = Sigmoid (m)  y = Mul (s, x) }"""
+    )
+    result = check_fused(model, {"a": random(3, 4), "b": random(4, 5)}, ops=["MatMulQuickGelu"])
+    assert len(result.model.graph.node) == 1

@@ -1,0 +1,187 @@
+"""FusedMatMul, FusedGemm and FusedConv, as ONNX Runtime's optimizers leave them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from equivalence import ALL_RULES, check_fused, parse, random
+
+from moonpoly_ort.rewriting import rewrite
+
+CONTRIB = ', "com.microsoft" : 1'
+MATMUL = "g (float[{}] a, float[{}] b) => (y) {{ y = com.microsoft.FusedMatMul {} (a, b) }}"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "given", "op"),
+    [
+        (("p, s, k", "k, 5"), "", "MatMul"),
+        (("p, s, k", "k, 5"), "<alpha = 1.0, transA = 0>", "MatMul"),
+        (("s, k", "k, 5"), "<alpha = 0.25>", "Gemm"),
+        (("s, k", "5, k"), "<transB = 1>", "Gemm"),
+        (("k, s", "5, k"), "<transA = 1, transB = 1, alpha = 2.0>", "Gemm"),
+    ],
+)
+def test_matmul(shapes: tuple[str, str], given: str, op: str) -> None:
+    model = parse(MATMUL.format(*shapes, given), imports=CONTRIB)
+    sizes = {"p": 2, "s": 3, "k": 4, "5": 5}
+    feeds = {
+        name: random(*(sizes[axis] for axis in shape.split(", ")))
+        for name, shape in zip("ab", shapes, strict=True)
+    }
+    result = check_fused(model, feeds, ops=[op])
+    assert [(e.op_type, e.rule) for e in result.report] == [("FusedMatMul", "fused_matmul")]
+    names = sorted(attribute.name for attribute in result.model.graph.node[0].attribute)
+    assert names == (["alpha", "beta", "transA", "transB"] if op == "Gemm" else [])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "given", "reason"),
+    [
+        (("p, s, k", "k, 5"), "<alpha = 0.25>", "rank-unsupported"),
+        (("p, s, k", "p, t, k"), "<transB = 1>", "rank-unsupported"),
+        (("s, p, k", "p, k, t"), "<transBatchA = 1>", "rank-unsupported"),
+        (("s, 3", "4, 5"), "", "invalid"),
+        (("2, 4", "4, 5"), "", "static"),
+    ],
+)
+def test_matmul_that_stays(shapes: tuple[str, str], given: str, reason: str) -> None:
+    model = parse(MATMUL.format(*shapes, given), imports=CONTRIB)
+    result = check_fused(model, ops=["com.microsoft.FusedMatMul"])
+    (entry,) = result.report
+    assert str(entry.reason) == reason
+    assert entry.detail
+
+
+def test_matmul_of_unknown_rank_stays_only_where_it_matters() -> None:
+    text = """g (float[s, 4] a, float[4, 4] b, int64[r] shape) => (y)
+        {{ c = Reshape (a, shape)  y = com.microsoft.FusedMatMul {} (c, b) }}"""
+    model = parse(text.format("<alpha = 0.5>"), imports=CONTRIB)
+    result = check_fused(model, ops=["Reshape", "com.microsoft.FusedMatMul"])
+    assert str(result.report[0].reason) == "rank-unknown"
+    check_fused(parse(text.format(""), imports=CONTRIB), ops=["Reshape", "MatMul"])
+
+
+GEMM = """g (float[s, k] a, float[k, 5] b, float[5] c) => (float[s, 5] y)
+    {{ y = com.microsoft.FusedGemm <{}> (a, b{}) }}"""
+GEMM_FEEDS = {"a": random(3, 4), "b": random(4, 5), "c": random(5)}
+
+
+@pytest.mark.parametrize("c", ["", ", c"])
+@pytest.mark.parametrize(
+    ("given", "op", "parameters"),
+    [
+        ('activation = "Relu"', "GemmRelu", {}),
+        ('activation = "Sigmoid", alpha = 0.5, beta = 2.0', "GemmSigmoid", {}),
+        ('activation = "Tanh"', "GemmTanh", {}),
+        ('activation = "LeakyRelu", activation_alpha = 0.25', "GemmLeakyRelu", {"alpha": 0.25}),
+    ],
+)
+def test_gemm(given: str, op: str, parameters: dict[str, float], c: str) -> None:
+    result = check_fused(parse(GEMM.format(given, c), imports=CONTRIB), GEMM_FEEDS, ops=[op])
+    found = {a.name: a.f for a in result.model.graph.node[0].attribute if "activation" in a.name}
+    assert found == {f"activation_{name}": value for name, value in parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ('activation = "Elu", activation_alpha = 1.0', "no-such-operator"),
+        ('activation = "LeakyRelu"', "invalid"),
+        ('activation = "Relu", transA = 2', "invalid"),
+    ],
+)
+def test_gemm_that_stays(given: str, reason: str) -> None:
+    model = parse(GEMM.format(given, ", c"), imports=CONTRIB)
+    result = check_fused(model, ops=["com.microsoft.FusedGemm"])
+    assert [str(entry.reason) for entry in result.report] == [reason]
+
+
+CONV = """g (float[n, 3, h, w] x, float[4, 3, 3, 3] k, float[4] b, float[n, 4, h, w] z)
+    => (float[n, 4, h, w] y)
+    {{ y = com.microsoft.FusedConv <pads = [1, 1, 1, 1], kernel_shape = [3, 3], {}> (x, k{}) }}"""
+CONV_FEEDS = {"x": random(2, 3, 4, 5), "k": random(4, 3, 3, 3), "b": random(4)}
+CONV_FEEDS["z"] = random(2, 4, 4, 5, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs", "op"),
+    [
+        ('activation = "Relu"', ", b", "ConvRelu"),
+        ('activation = "Relu"', "", "ConvNoBiasRelu"),
+        ('activation = "Relu"', ", b, z", "ConvAddRelu"),
+        ('activation = "Sigmoid"', ', "", z', "ConvNoBiasAddSigmoid"),
+        ('activation = "Clip", activation_params = [0.0, 0.5]', ", b", "ConvClip"),
+        ('activation = "HardSigmoid", activation_params = [0.3, 0.4]', ", b", "ConvHardSigmoid"),
+        ('activation = "LeakyRelu", activation_params = [0.3]', ", b", "ConvLeakyRelu"),
+    ],
+)
+def test_conv(given: str, inputs: str, op: str) -> None:
+    model = parse(CONV.format(given, inputs), imports=CONTRIB)
+    result = check_fused(model, CONV_FEEDS, ops=[op])
+    stamps = {entry.key: entry.value for entry in result.model.graph.node[0].metadata_props}
+    assert stamps == {"moonpoly.rule": "fused_conv"}
+
+
+def test_conv_below_opset_15_with_bounds_stays() -> None:
+    given = 'activation = "Clip", activation_params = [0.0, 0.5]'
+    model = parse(CONV.format(given, ", b"), opset=13, imports=CONTRIB)
+    result = check_fused(model, CONV_FEEDS, ops=["com.microsoft.FusedConv"])
+    assert [str(entry.reason) for entry in result.report] == ["opset"]
+
+
+def test_operators_that_the_model_defines_itself_stay() -> None:
+    model = parse(
+        MATMUL.format("s, k", "k, 5", ""),
+        imports=CONTRIB,
+        functions="""<domain: "com.microsoft", opset_import: ["" : 17]>
+            FusedMatMul (a, b) => (y) { t = MatMul (a, b)  y = Neg (t) }""",
+    )
+    feeds = {"a": random(3, 4), "b": random(4, 5)}
+    ops = ["com.microsoft.FusedMatMul"]
+    result = check_fused(model, feeds, ops=ops)
+    assert [entry.where for entry in result.report] == ["function com.microsoft.FusedMatMul"]
+
+
+def test_types_are_known_behind_them() -> None:
+    """A residual needs the shape behind operators that onnx does not know."""
+    model = parse(
+        """g (float[p, s, 4] a, float[4, 4] b, float[4] c) => (float[p, s, 4] y) {
+            t = com.microsoft.FusedMatMul (a, b)  u = com.microsoft.BiasGelu (t, c)
+            v = MatMul (u, b)  w = com.microsoft.QuickGelu (u)  y = Add (v, w) }""",
+        imports=CONTRIB,
+    )
+    feeds = {"a": random(2, 3, 4), "b": random(4, 4), "c": random(4)}
+    ops = ["MatMul", "com.microsoft.BiasGelu", "com.microsoft.QuickGelu", "MatMulAdd"]
+    check_fused(model, feeds, ops=ops, missed=["bias: not-constant"], tolerance=1e-4)
+
+
+def test_a_model_that_onnx_runtime_has_optimized(tmp_path: Path) -> None:
+    """What its optimizer fused stays fused, as nodes of ours."""
+    model = parse(
+        """g (float[n, 3, h, w] x, float[s, 4] a, float[5, 4] v) => (y, z) {
+            t = Conv (x, k, b)  y = Relu (t)
+            r = Transpose (v)  u = MatMul (a, r)  o = Gemm (u, g)  z = Relu (o) }"""
+    )
+    shapes = {"k": (4, 3, 3, 3), "b": (4,), "g": (5, 6)}
+    for name, shape in shapes.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(random(*shape), name))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    optimized = onnx.load(tmp_path / "optimized.onnx")
+    assert {node.op_type for node in optimized.graph.node} >= {"FusedConv", "FusedMatMul"}
+    result = rewrite(optimized, rules=ALL_RULES)
+    assert {node.op_type for node in result.model.graph.node} == {"ConvRelu", "Gemm", "GemmRelu"}
+    feeds = {"x": random(2, 3, 5, 6), "a": random(3, 4), "v": random(5, 4)}
+    sessions = [
+        ort.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"])
+        for m in (model, result.model)
+    ]
+    for expected, actual in zip(*(s.run(None, feeds) for s in sessions), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
