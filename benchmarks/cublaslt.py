@@ -2,7 +2,8 @@
 
 A binding of its own, independent of what the library does with the vendor's kernels. Y = A @ B of
 row-major matrices is Y^T = B^T @ A^T of column-major ones, which is how it is put to cuBLASLt, as
-cuBLAS' users do. fp32 accumulation, a workspace of 32 MiB; batches by strides.
+cuBLAS' users do. fp32 accumulation, a workspace of 32 MiB; batches by strides. B may be stored
+transposed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
-from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_float,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint16,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +40,15 @@ COMPUTE_TYPES = {
 }  # fmt: skip
 SCALE_TYPE = 0  # CUDA_R_32F
 LAYOUT_BATCH_COUNT, LAYOUT_BATCH_STRIDE = 5, 6  # cublasLtMatrixLayoutAttribute_t
+OPERATION_TRANS_A, TRANSPOSED = 3, 1  # cublasLtMatmulDescAttributes_t, cublasOperation_t
 PREFERENCE_WORKSPACE, PREFERENCE_REDUCTION = 1, 3  # cublasLtMatmulPreferenceAttributes_t
+PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of its A, B, C and D, in bytes
+# cublasLtMatmulAlgoConfigAttributes_t: code and type of what `Algorithm.settings` tells.
+SETTINGS: dict[str, tuple[int, Any]] = {
+    "algorithm": (0, c_int32), "tile": (1, c_uint32), "split": (2, c_uint32),
+    "reduction": (3, c_uint32), "swizzle": (4, c_uint32), "custom": (5, c_uint32),
+    "stages": (6, c_uint32), "inner": (7, c_uint16), "cluster": (8, c_uint16),
+}  # fmt: skip
 # Partial sums of a split K stay fp32, as ours and as torch's cuBLAS is asked to; the others are
 # "in place" and "output type", which would round them to the halves. Algorithms without a split
 # are allowed by every mask.
@@ -125,9 +145,25 @@ class CublasLt:
             self._call("cublasLtDestroy", self._handle)
             self._handle = c_void_p()
 
-    def product(self, sizes: Sizes, dtype: str) -> Product:
-        """A product to run with any algorithm; `dtype` is a name of `DATA_TYPES`."""
-        return Product(self, sizes, dtype)
+    def product(self, sizes: Sizes, dtype: str, trans_b: bool = False) -> Product:
+        """A product to run with any algorithm; `dtype` is a name of `DATA_TYPES`. With `trans_b`, B
+        is stored as (batch, n, k).
+        """
+        return Product(self, sizes, dtype, trans_b)
+
+    def settings(self, algorithm: Algorithm) -> dict[str, int]:
+        """What the algorithm consists of, by the names of `SETTINGS`, in cuBLASLt's codes; those
+        that this version does not know are left out.
+        """
+        found = {}
+        for name, (code, kind) in SETTINGS.items():
+            value, written = kind(), c_size_t()
+            status = self._library.cublasLtMatmulAlgoConfigGetAttribute(
+                byref(algorithm), code, byref(value), ctypes.sizeof(value), byref(written)
+            )
+            if status == 0:
+                found[name] = int(value.value)
+        return found
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)
@@ -141,16 +177,23 @@ class CublasLt:
 class Product:
     """The descriptors of one product; they live as long as it does."""
 
-    def __init__(self, owner: CublasLt, sizes: Sizes, dtype: str) -> None:
+    def __init__(self, owner: CublasLt, sizes: Sizes, dtype: str, trans_b: bool = False) -> None:
         self._owner, self._halves = owner, dtype in ("f16", "bf16")
         self._operation = c_void_p()
         self._layouts: list[c_void_p] = []
         owner._call(
             "cublasLtMatmulDescCreate", byref(self._operation), COMPUTE_TYPES[dtype], SCALE_TYPE
         )
+        if trans_b:
+            transposed = c_int32(TRANSPOSED)
+            owner._call(
+                "cublasLtMatmulDescSetAttribute", self._operation, OPERATION_TRANS_A,
+                byref(transposed), ctypes.sizeof(transposed),
+            )  # fmt: skip
         # Column-major, so transposed: B^T is n x k, A^T is k x m, Y^T is n x m.
+        b_sides = (sizes.k, sizes.n) if trans_b else (sizes.n, sizes.k)
         for rows, columns, stride in (
-            (sizes.n, sizes.k, sizes.b_stride),
+            (*b_sides, sizes.b_stride),
             (sizes.k, sizes.m, sizes.a_stride),
             (sizes.n, sizes.m, sizes.y_stride),
         ):
@@ -163,8 +206,9 @@ class Product:
                 self._set(layout, LAYOUT_BATCH_COUNT, c_int32(sizes.batch))
                 self._set(layout, LAYOUT_BATCH_STRIDE, c_int64(stride))
 
-    def algorithms(self, most: int) -> list[Algorithm]:
+    def algorithms(self, most: int, alignment: int | None = None) -> list[Algorithm]:
         """What the heuristic proposes, the most promising first; at least one, at most `most`.
+        `alignment`: bytes that all addresses are a multiple of; cuBLASLt takes 256 for granted.
 
         Raises:
             Refused: there is none for this product.
@@ -174,6 +218,8 @@ class Product:
         wishes: dict[int, Any] = {PREFERENCE_WORKSPACE: c_uint64(WORKSPACE_BYTES)}
         if self._halves:
             wishes[PREFERENCE_REDUCTION] = c_uint32(REDUCTION_IN_COMPUTE_TYPE)
+        if alignment is not None:
+            wishes |= dict.fromkeys(PREFERENCE_ALIGNMENTS, c_uint32(alignment))
         for attribute, value in wishes.items():
             owner._call(
                 "cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value),
@@ -242,6 +288,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "cublasLtDestroy": [c_void_p],
     "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int32, c_int32],
     "cublasLtMatmulDescDestroy": [c_void_p],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int32, c_void_p, c_size_t],
     "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int32, c_uint64, c_uint64, c_int64],
     "cublasLtMatrixLayoutDestroy": [c_void_p],
     "cublasLtMatrixLayoutSetAttribute": [c_void_p, c_int32, c_void_p, c_size_t],
@@ -250,6 +297,9 @@ SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int32, c_void_p, c_size_t],
     "cublasLtMatmulAlgoGetHeuristic": [
         *[c_void_p] * 7, c_int32, POINTER(Algorithm), POINTER(c_int32),
+    ],
+    "cublasLtMatmulAlgoConfigGetAttribute": [
+        POINTER(Algorithm), c_int32, c_void_p, c_size_t, POINTER(c_size_t),
     ],
     "cublasLtMatmul": [*[c_void_p] * 13, c_void_p, c_size_t, c_void_p],
 }  # fmt: skip

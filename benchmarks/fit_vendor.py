@@ -132,7 +132,7 @@ def report(timings: list[Timing], sm_count: int) -> None:
         if known.any():
             taken = np.array([t.taken_us for t in own if t.taken_us is not None])
             cublas, expected = us[known], other[known]
-            use = held[known] * vendor_model.margin_of(errors) < expected
+            use = held[known] * vendor_model.MARGIN < expected
             either, ideal = np.where(use, cublas, taken), np.minimum(cublas, taken)
             line += f" {np.median(np.abs(np.log(expected / taken))):6.3f}"
             line += f" |{speed(cublas, taken):25.3f} {speed(cublas, either):6.3f}"

@@ -22,17 +22,22 @@ def library(fake_cublaslt: str) -> Iterator[cublaslt.CublasLt]:
     opened.close()
 
 
+@pytest.mark.parametrize("trans_b", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 7, 3), (4, 1, 9), (1, 6, 2)])
 def test_products_of_row_major_matrices(
-    library: cublaslt.CublasLt, fake_cublaslt: str, sizes: tuple[int, int, int], batch: int
-) -> None:
+    library: cublaslt.CublasLt, fake_cublaslt: str, sizes: tuple[int, int, int], batch: int,
+    trans_b: bool,
+) -> None:  # fmt: skip
     m, n, k = sizes
     a, b = torch.randn(batch, m, k), torch.randn(batch, k, n)
+    stored = b.mT.contiguous() if trans_b else b
     y, workspace = torch.full((batch, m, n), torch.nan), torch.empty(1)
-    product = library.product(cublaslt.Sizes.dense(m, n, k, batch), "f32ieee")
+    product = library.product(cublaslt.Sizes.dense(m, n, k, batch), "f32ieee", trans_b)
     for algorithm in product.algorithms(2):
-        product.run(algorithm, a.data_ptr(), b.data_ptr(), y.data_ptr(), workspace.data_ptr(), 0)
+        product.run(
+            algorithm, a.data_ptr(), stored.data_ptr(), y.data_ptr(), workspace.data_ptr(), 0
+        )
         torch.testing.assert_close(y, a @ b)
         y.fill_(torch.nan)
     assert ctypes.CDLL(fake_cublaslt).fake_open_descriptors() > 0
@@ -44,6 +49,16 @@ def test_products_of_row_major_matrices(
 def test_the_list_is_no_longer_than_asked(library: cublaslt.CublasLt, dtype: str) -> None:
     product = library.product(cublaslt.Sizes.dense(2, 3, 4), dtype)
     assert [len(product.algorithms(most)) for most in (1, 2, 10)] == [1, 2, 3]
+    product.close()
+
+
+def test_an_algorithm_tells_its_settings(library: cublaslt.CublasLt) -> None:
+    product = library.product(cublaslt.Sizes.dense(2, 3, 4), "f16")
+    first, second = product.algorithms(2, alignment=16)
+    # The stand-in knows two of them, and tells the alignment that it was asked for as the split.
+    assert library.settings(first) == {"tile": 20, "split": 16}
+    assert library.settings(second) == {"tile": 21, "split": 16}
+    assert library.settings(product.algorithms(1)[0])["split"] == 256
     product.close()
 
 

@@ -20,16 +20,16 @@ KERNELS = [
 
 def pack(
     path: Path, us: float, *, cubins: bool = True, classes: slice = slice(None),
-    promise: float = 0.0, margin: float = 1.0,
+    promise: float = 0.0, margin: float = 1.0, ours: float = 50,
 ) -> native.Pack:  # fmt: skip
-    """Our kernels take 50 us for everything small, cuBLASLt `us`."""
+    """Our kernels take `ours` microseconds for everything small, cuBLASLt `us`."""
     costs = vendor_costs(us)[classes]
     for cost in costs:
         cost.margin = margin
         cost.promise.nodes[:] = [promise] * len(cost.promise.nodes)
     table = native.Table(gpu=b"NVIDIA H200", sm_count=132, bandwidth_gbps=1e9, launch_us=1e-6)
     own = [
-        native.Cost(fixed_us=50, step_us=1e-6, single_step_us=1e-6, blocks_per_sm=1)
+        native.Cost(fixed_us=ours, step_us=1e-6, single_step_us=1e-6, blocks_per_sm=1)
         for _ in KERNELS
     ]
     kernels = KERNELS if cubins else [
@@ -75,6 +75,16 @@ def test_a_tie_and_less_than_the_margin_stay_ours(tmp_path: Path) -> None:
         assert chosen(near, matmul()) == VENDOR
     with pack(tmp_path / "b.mpk", 40, margin=1.3) as nearer:
         assert chosen(nearer, matmul()) >= 0
+
+
+def test_what_the_host_takes_counts(tmp_path: Path) -> None:
+    """A call of the library keeps the host as busy as 7.5 us keep the GPU, however short it is."""
+    with pack(tmp_path / "a.mpk", 1, ours=7) as short:
+        assert chosen(short, matmul()) >= 0
+    with pack(tmp_path / "b.mpk", 1, ours=8) as longer:
+        assert chosen(longer, matmul()) == VENDOR
+    with pack(tmp_path / "c.mpk", 8.5, ours=8) as slower:
+        assert chosen(slower, matmul()) >= 0
 
 
 def test_promises_are_corrected_before_they_are_compared(tmp_path: Path) -> None:
@@ -189,4 +199,4 @@ def test_several_tables_are_walked_by_their_own_lengths(tmp_path: Path) -> None:
         pack_bytes(KERNELS, tables=[(first, zeros), (second, zeros)], vendor=vendor_costs(1e-3))
     )
     with native.Pack(path) as opened:
-        assert chosen(opened, matmul()) == VENDOR
+        assert chosen(opened, matmul(2048, 2048, 4096)) == VENDOR
