@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .. import native, tables
 from ..custom_ops.kernels import pack_format
-from ..custom_ops.kernels.spec import Precision
+from ..custom_ops.kernels.spec import Family, Precision
 from .shapes import Shape
 
 Floats = npt.NDArray[np.float64]
@@ -144,6 +144,7 @@ def analytic_costs(planner: Planner, wanted: Iterable[int]) -> Floats:
     """(fixed, step, single_step) of the wanted kernels by the analytic model, NaN for others.
 
     Read off its predictions: one block for few and for many K steps, and a full wave for many.
+    Outer products have a single step, or none.
     """
     rows, indices = [], sorted(set(wanted))
     for index in indices:
@@ -152,7 +153,8 @@ def analytic_costs(planner: Planner, wanted: Iterable[int]) -> Floats:
         wave = max(1, planner.device.sm_count * planner.occupancy[index] // split)
         name = "f32ieee" if spec.precision is Precision.IEEE else str(spec.dtype)
         layout = "nt"[spec.trans_a] + "nt"[spec.trans_b]
-        for tiles, steps in ((1, 2), (1, 40), (wave, 40)):
+        few, many = (0, 1) if spec.family is Family.GEMM_SHALLOW else (2, 40)
+        for tiles, steps in ((1, few), (1, many), (wave, many)):
             shape = Shape(name, layout, spec.bm, spec.bn * tiles, spec.bk * steps * split)
             rows.append(Row(shape, index, split, math.nan))
     linear = Coefficients.probe(planner, rows)

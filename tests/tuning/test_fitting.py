@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
+from moonpoly_ort.custom_ops.kernels.spec import Family
 
 from moonpoly_ort import devices
 from moonpoly_ort.errors import MoonPolyError
@@ -65,8 +66,10 @@ def test_the_costs_behind_timings_are_found(planner: Planner) -> None:
 
 
 def takes(planner: Planner, shape: Shape, index: int) -> bool:
-    """Whether two slices of every tile fit the GPU at once, where they must."""
+    """Whether two slices of every tile fit the GPU at once, where they must, and K is short enough."""
     spec = planner.kernels[index].spec
+    if spec.family is Family.GEMM_SHALLOW and shape.k > spec.bk:
+        return False
     tiles = -(-shape.m // spec.bm) * -(-shape.n // spec.bn) * shape.batch
     return not spec.sliced or 2 * tiles <= planner.device.sm_count * planner.occupancy[index]
 
