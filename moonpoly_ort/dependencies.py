@@ -12,6 +12,7 @@ from .errors import MissingDependencyError
 _INSTALL = {
     "onnxruntime": '`pip install "moonpoly-ort[cpu]"`, or "moonpoly-ort[gpu]" for an NVIDIA GPU',
     "triton": '`pip install "moonpoly-ort[tune]"`',
+    "onnxscript.rewriter.ort_fusions": "`pip install onnxscript`",
     "torch": "`pip install torch` (a CPU build is enough)",
 }
 

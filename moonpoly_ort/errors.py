@@ -25,6 +25,12 @@ class ModelError(MoonPolyError):
     exit_code = 3
 
 
+class OptimizerError(MoonPolyError):
+    """Another project's graph optimizer failed, or made another model or an invalid one of it."""
+
+    exit_code = 3
+
+
 class InputError(MoonPolyError, ValueError):
     """The inputs or sizes given for a model do not fit it."""
 

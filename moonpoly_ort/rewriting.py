@@ -17,7 +17,7 @@ from pathlib import Path
 
 import onnx
 
-from . import model_files
+from . import model_files, optimizing
 from .graph_passes import pipeline
 from .graph_passes.report import Entry, Reason, Refusal
 
@@ -88,6 +88,7 @@ def rewrite(
     disable: Iterable[str] = (),
     overwrite: bool = False,
     base_dir: str | os.PathLike[str] | None = None,
+    optimize: str | None = None,
 ) -> RewriteResult:
     """Replaces the MatMul, Gemm, Conv and ConvTranspose nodes of a model whose shapes vary by
     `ai.moonpoly` nodes.
@@ -111,8 +112,14 @@ def rewrite(
         disable: Names of rules to leave out.
         overwrite: Replace data files in the output's folder that have other content.
         base_dir: Folder of the external data of a model that is not given as a path.
+        optimize: A graph optimizer to run first, which fuses attention, normalization and Gelu into
+            ONNX Runtime's own operators: `auto`, `onnxscript`, `ort` or `ort:TYPE` (see
+            docs/optimizers.md). The result runs in ONNX Runtime only.
 
     Raises:
+        ArgumentError: `optimize` is not accepted, or the type of the model is not known.
+        MissingDependencyError, OptimizerError: The optimizer is not installed, or it failed, or
+            what it made is not the same model.
         ModelError: The model cannot be read, is not valid ONNX, lacks its external data (which is
             looked for only when `output` is given), or uses `ai.moonpoly` for other things.
         OutputError: `output` is the input, or cannot be written.
@@ -120,7 +127,7 @@ def rewrite(
         TypeError: `model` is of another type.
     """
     enabled = pipeline.select(rules, disable)
-    source = model_files.read(model, base_dir)
+    source = optimizing.optimized(model_files.read(model, base_dir), optimize)
     report = pipeline.apply(source.light, source, static=static, enabled=enabled)
     written = None if output is None else model_files.write(source, output, overwrite=overwrite)
     return RewriteResult(report, written, source)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from . import dependencies, native
+from . import dependencies, native, optimizing
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
 from .graph_cache import CUDA, GraphCache, Places, gate
 from .graph_policy import GraphLimits
@@ -248,6 +248,7 @@ class _Request(NamedTuple):
     pack: str | os.PathLike[str] | None
     vendor: bool | None
     graphs: GraphLimits | None
+    optimize: str | None
     kwargs: dict[str, Any]
 
 
@@ -267,6 +268,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             inputs that is seen again is captured, and replayed from then on. Runs then take place
             one at a time, in all threads; models that ONNX Runtime cannot capture run without, as a
             warning says.
+        optimize: a graph optimizer to run before the rewrite, as for `moonpoly_ort.rewrite`.
 
     Attributes:
         moonpoly_report: the report of the rewrite, None where nothing was rewritten.
@@ -290,11 +292,24 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         pack: str | os.PathLike[str] | None = None,
         vendor: bool | None = None,
         cuda_graphs: int | GraphLimits = 0,
+        optimize: str | None = None,
         **kwargs: Any,
     ) -> None:
         graphs = GraphLimits.of(cuda_graphs)
+        optimizing.check(optimize)
+        if optimize is not None and not rewrite:
+            raise ArgumentError("optimize= belongs to the rewrite, which rewrite=False leaves out")
         self._request = _Request(
-            path_or_bytes, sess_options, backend, precision, rewrite, pack, vendor, graphs, kwargs
+            path_or_bytes,
+            sess_options,
+            backend,
+            precision,
+            rewrite,
+            pack,
+            vendor,
+            graphs,
+            optimize,
+            kwargs,
         )
         self._start(providers, provider_options)
 
@@ -307,7 +322,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         self._start(providers, provider_options)
 
     def _start(self, providers: Any, provider_options: Any) -> None:
-        _, _, backend, precision, _, pack, vendor, _, _ = self._request
+        _, _, backend, precision, _, pack, vendor, *_ = self._request
         device_id = _cuda_device(providers, provider_options, self._request.options)
         if backend == "cuda" and device_id is None:
             raise ArgumentError(
@@ -347,7 +362,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             untouched = registration is None and options in _registered
             model, folder, self.moonpoly_report = source, None, None
             if self._request.rewrite and not untouched and not _is_ort_format(source, options):
-                model, folder, self.moonpoly_report = _rewritten(source)
+                model, folder, self.moonpoly_report = _rewritten(source, self._request.optimize)
             try:
                 with _external_data_in(options, folder, restore=given is not None), gate.run():
                     self._create(model, options, providers, provider_options)
@@ -423,19 +438,20 @@ def _is_ort_format(source: str | bytes | os.PathLike[str], options: Any) -> bool
 
 
 def _rewritten(
-    source: str | bytes | os.PathLike[str],
+    source: str | bytes | os.PathLike[str], optimize: str | None
 ) -> tuple[str | bytes | os.PathLike[str], Path | None, tuple[Entry, ...]]:
     """The rewritten graph, the folder of its external data if it has some there, and the report.
 
-    Where no node was taken, that graph is the source itself.
+    Where nothing was optimized and no node was taken, that graph is the source itself.
     """
     from . import model_files
     from .graph_passes import pipeline
 
     # Mapping the file is safe, since it is used here and now.
-    model = model_files.read(source, mapped=True)
+    read = model_files.read(source, mapped=True)
+    model = optimizing.optimized(read, optimize)
     report = pipeline.apply(model.light, model, static=False, enabled=pipeline.select(None, ()))
-    if not any(entry.taken for entry in report):
+    if model is read and not any(entry.taken for entry in report):
         return source, None, report
     folder = model.folder.absolute() if model.folder and model.has_external_data else None
     return b"".join(model.serialized()), folder, report

@@ -55,6 +55,14 @@ def rewrite(
     ] = False,
     rules: Rules = None,
     disable: Disabled = None,
+    optimize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="Run a graph optimizer first: auto, onnxscript, ort or ort:TYPE (ort:bert). The "
+            "result needs ONNX Runtime.",
+        ),
+    ] = None,
     list_rules: Annotated[
         bool,
         typer.Option("--list-rules", is_eager=True, callback=_list_rules, help="List the rules."),
@@ -84,6 +92,7 @@ def rewrite(
         rules=rules or None,
         disable=disable or (),
         overwrite=overwrite,
+        optimize=optimize,
     )
     entries = list(result.report)
     if as_json:

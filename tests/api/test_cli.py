@@ -84,6 +84,12 @@ class TestRewrite:
         assert "gemm" in listed
         assert moonpoly("rewrite", model, "--dry-run", "--rules", "nope").exit_code == 2
 
+    def test_an_optimizer_must_be_one(self, model: Path) -> None:
+        result = moonpoly("rewrite", model, "--dry-run", "--optimize", "mha")
+        assert result.exit_code == 2
+        assert "'onnxscript'" in result.stderr
+        assert moonpoly("rewrite", model, "--dry-run", "--optimize", "auto").exit_code == 0
+
     @pytest.mark.parametrize("words", [[], ["out.onnx", "--dry-run"]])
     def test_wants_either_an_output_or_a_dry_run(self, model: Path, words: list[str]) -> None:
         assert moonpoly("rewrite", model, *words).exit_code == 2

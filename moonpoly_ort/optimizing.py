@@ -1,0 +1,254 @@
+"""Other projects' graph optimizers, run in front of the rewrite: `optimize=` of `rewrite` and of
+`InferenceSession`.
+
+They fuse what is not a product (attention, layer normalization, Gelu) into ONNX Runtime's own
+`com.microsoft` operators; the products that they leave are then rewritten. See docs/optimizers.md.
+
+Their result is used only if it is the same model from outside (inputs, outputs, types, symbolic
+dimensions) and ONNX Runtime takes its graph as valid.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from typing import Any
+
+import onnx
+
+from . import dependencies
+from .errors import ArgumentError, MoonPolyError, OptimizerError
+from .graph_passes import domain, unpacked_attention
+from .graph_passes.typed_graph import walk
+from .model_files import Source
+
+log = logging.getLogger("moonpoly_ort")
+
+MICROSOFT = "com.microsoft"
+UNPACKED = "-mha"
+"""Suffix of an optimizer's name: Q, K and V are products of their own in front of a
+MultiHeadAttention, and not inside an Attention."""
+
+# Families whose graphs ONNX Runtime's optimizer treats like one of its own model types.
+_TYPES_OF_FAMILIES = {"roberta": "bert", "distilbert": "bert", "electra": "bert", "deit": "vit"}
+
+_ACCEPTED = re.compile(rf"auto|(onnxscript|ort)({UNPACKED})?|ort({UNPACKED})?:\w+")
+_FAMILY = re.compile(r"transformers\.models\.(\w+)\.modeling_")
+
+# Initializers up to this size stay in the graph that is checked: their values give shapes.
+_CHECKED_BYTES = 1 << 12
+
+
+def check(how: object) -> None:
+    """Raises `ArgumentError` for a value of `optimize` that is not accepted."""
+    if how is None or (isinstance(how, str) and _ACCEPTED.fullmatch(how)):
+        return
+    raise ArgumentError(
+        f"optimize = {how!r}; accepted: None, 'auto', 'onnxscript', 'ort', 'ort:TYPE' with a model "
+        f"type of ONNX Runtime's optimizer ('ort:bert'), and all but 'auto' with '{UNPACKED}' "
+        f"behind the library's name ('onnxscript{UNPACKED}')."
+    )
+
+
+def optimized(source: Source, how: str | None) -> Source:
+    """The model as an optimizer leaves it; for None, and where `auto` finds none, as it came.
+
+    Args:
+        source: The model, not rewritten yet. Its external data is not copied.
+        how: See docs/optimizers.md. `auto` takes onnxscript's fusions, else those of ONNX Runtime,
+            whichever is installed, knows the model and leaves it whole; it never fails for an
+            optimizer's sake.
+
+    Raises:
+        ArgumentError: `how` is not accepted, or ONNX Runtime's optimizer does not know the type.
+        MissingDependencyError: The library is not installed.
+        OptimizerError: It failed, or what it made is not the same model or no valid graph.
+    """
+    check(how)
+    if how is None:
+        return source
+    _refuse_rewritten(source)
+    if how != "auto":
+        return _run(source, how)
+    for candidate in ("onnxscript", "ort"):
+        try:
+            result = _run(source, candidate)
+        except MoonPolyError as error:
+            log.info("optimize='auto' leaves out %s: %s", candidate, error)
+            continue
+        if fused := _fused(result.light):
+            log.info("optimize='auto' took %s: %s", candidate, dict(fused))
+            return result
+    log.warning("optimize='auto' changed nothing: no optimizer fused a node of this model.")
+    return source
+
+
+def _split(how: str) -> tuple[str, bool, str]:
+    """Library, whether Q, K and V stay products, and model type of a value of `optimize`."""
+    library, _, model_type = how.partition(":")
+    return library.removesuffix(UNPACKED), library.endswith(UNPACKED), model_type
+
+
+def _refuse_rewritten(source: Source) -> None:
+    if any(node.domain == domain.DOMAIN for _, _, node in walk(source.light)):
+        raise OptimizerError(
+            f"the model has {domain.DOMAIN} nodes already, whose functions an optimizer would "
+            "inline. Optimize the model that it was rewritten from."
+        )
+
+
+def _run(source: Source, how: str) -> Source:
+    library, unpacked, model_type = _split(how)
+    dependencies.load("onnxruntime", f"optimize={how!r}")
+    before = _interface(source.light)
+    run = _with_onnxscript if library == "onnxscript" else _with_onnxruntime
+    model = run(source, how, unpacked, model_type)
+    _declare(model)
+    if _interface(model) != before:
+        raise OptimizerError(
+            f"optimize={how!r} was refused: {library} changed the model's inputs or outputs from "
+            f"{before} to {_interface(model)}. Use another optimizer or none."
+        )
+    _refuse_invalid(model, how)
+    return Source(model, source.path, source.folder)
+
+
+def _with_onnxscript(source: Source, how: str, unpacked: bool, _model_type: str) -> onnx.ModelProto:
+    purpose = f"optimize={how!r}"
+    ir = dependencies.load("onnx_ir", purpose)
+    fusions = dependencies.load("onnxscript.rewriter.ort_fusions", purpose)
+    try:
+        model = ir.from_proto(source.model)
+        if source.folder is not None:
+            ir.external_data.set_base_dir(model.graph, source.folder)
+        model, _ = fusions.optimize_for_ort(model)
+        result: onnx.ModelProto = ir.to_proto(model)
+    except Exception as error:  # whatever a rule of theirs stumbles over
+        raise _failed(how, error) from error
+    if unpacked:
+        unpacked_attention.unpack(result)
+    return result
+
+
+def _with_onnxruntime(source: Source, how: str, unpacked: bool, model_type: str) -> onnx.ModelProto:
+    purpose = f"optimize={how!r}"
+    optimizer = dependencies.load("onnxruntime.transformers.optimizer", purpose)
+    options_module = dependencies.load("onnxruntime.transformers.fusion_options", purpose)
+    known = sorted(optimizer.MODEL_TYPES)
+    wanted = model_type or _detected(source.light, known)
+    if wanted not in known:
+        said = f"does not know the model type {wanted!r}" if wanted else "needs a model type"
+        raise ArgumentError(
+            f"optimize={how!r}: ONNX Runtime's optimizer {said}"
+            + ("" if wanted else ", and none can be told from the model's metadata")
+            + f". Say 'ort:TYPE' with one of {', '.join(known)}."
+        )
+    options = options_module.FusionOptions(wanted)
+    # A mask as one length a row, its default for BERT, holds only for padding on the right.
+    options.use_raw_attention_mask(True)
+    options.use_multi_head_attention = unpacked
+    model = onnx.ModelProto()
+    model.CopyFrom(source.model)  # which it changes in place
+    try:
+        if source.has_external_data:
+            onnx.load_external_data_for_model(model, str(source.folder or ""))
+        # Level 0: the fusions alone. Level 1 needs torch, and hid Gelu and SkipLayerNormalization
+        # of an fp16 BERT from the fusions behind casts (onnxruntime 1.32).
+        done = optimizer.optimize_model(model, wanted, optimization_options=options, opt_level=0)
+        result: onnx.ModelProto = done.model
+    except Exception as error:
+        raise _failed(how, error) from error
+    return result
+
+
+def _failed(how: str, error: Exception) -> OptimizerError:
+    return OptimizerError(
+        f"optimize={how!r}: the optimizer failed with {type(error).__name__}: {error}. "
+        "Use another one or none."
+    )
+
+
+def _detected(model: onnx.ModelProto, known: list[str]) -> str:
+    """The model type by the transformers classes that torch's exporter names; empty if none."""
+    found: Counter[str] = Counter()
+    for _, _, node in walk(model):
+        for entry in node.metadata_props:
+            if entry.key == "namespace":
+                found.update(
+                    set(re.findall(r"transformers\.models\.(\w+)\.modeling_", entry.value))
+                )
+    for family, _ in found.most_common():
+        model_type = _TYPES_OF_FAMILIES.get(family, family)
+        if model_type in known:
+            return model_type
+    return ""
+
+
+def _declare(model: onnx.ModelProto) -> None:
+    """Imports the domain of the fused operators, which ONNX Runtime's optimizer leaves out."""
+    used = any(node.domain == MICROSOFT for _, _, node in walk(model))
+    if used and all(entry.domain != MICROSOFT for entry in model.opset_import):
+        model.opset_import.add(domain=MICROSOFT, version=1)
+
+
+def _fused(model: onnx.ModelProto) -> Counter[str]:
+    return Counter(node.op_type for _, _, node in walk(model) if node.domain == MICROSOFT)
+
+
+def _interface(model: onnx.ModelProto) -> list[tuple[str, str]]:
+    """Names and types, symbolic dimensions included, of the inputs and outputs."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in weights]
+    values = [*inputs, *model.graph.output]
+    return [(value.name, " ".join(str(value.type).split())) for value in values]
+
+
+def _refuse_invalid(model: onnx.ModelProto, how: str) -> None:
+    """Has ONNX Runtime check the graph; operators without a CPU kernel (fp16) are no fault.
+
+    onnxscript 0.7.2, for one, puts a MultiHeadAttention of rank 3 in front of the rank-2 Gemm of
+    a GPT-2; neither `onnx.checker` nor onnx's strict shape inference sees it.
+    """
+    ort: Any = dependencies.load("onnxruntime", f"optimize={how!r}")
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        content = _without_weights(model).SerializeToString()
+        ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has no common base for its errors
+        if type(error).__name__ == "NotImplemented":
+            return
+        raise OptimizerError(
+            f"optimize={how!r} was refused: ONNX Runtime does not take what the optimizer made: "
+            f"{error}. Use another one or none."
+        ) from error
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy whose large weights are inputs, so that nothing of their size is read or copied."""
+    light = onnx.ModelProto()
+    graph = model.graph
+    small = [t for t in graph.initializer if not _is_large(t)]
+    for field in ("ir_version", "producer_name"):
+        setattr(light, field, getattr(model, field))
+    light.opset_import.extend(model.opset_import)
+    light.functions.extend(model.functions)
+    light.graph.name = graph.name
+    light.graph.node.extend(graph.node)
+    light.graph.initializer.extend(small)
+    light.graph.output.extend(graph.output)
+    light.graph.value_info.extend(graph.value_info)
+    large = {t.name: t for t in graph.initializer if _is_large(t)}
+    light.graph.input.extend(value for value in graph.input if value.name not in large)
+    light.graph.input.extend(
+        onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
+        for name, tensor in large.items()
+    )
+    return light
+
+
+def _is_large(tensor: onnx.TensorProto) -> bool:
+    external = tensor.data_location == onnx.TensorProto.EXTERNAL
+    return external or tensor.ByteSize() > _CHECKED_BYTES
