@@ -1,0 +1,155 @@
+"""Who runs a model in `bench_models`: ONNX Runtime, ours, torch; each in its own settings."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+import moonpoly_ort
+from benchmarks.exported_models import DTYPES, PLAIN, Model, file_name
+from benchmarks.running import Bound, Provider, our_session, plain_session
+
+Tensors = Mapping[str, torch.Tensor]
+Arrays = list[np.ndarray[Any, Any]]
+
+CONVOLUTIONAL = ("resnet", "mobilenet", "published")
+
+
+class Prepared(Protocol):
+    """A contender with one set of inputs on the device."""
+
+    def run(self) -> None:
+        """Runs once and waits for the result."""
+
+    def fetch(self) -> Arrays:
+        """Runs once; the outputs in the model's order."""
+
+
+class Running(Protocol):
+    """A contender that is ready to run."""
+
+    def prepare(self, inputs: Tensors) -> Prepared:
+        """Takes inputs that lie on the device."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`start` makes it ready, which is what its creation time covers."""
+
+    name: str
+    start: Callable[[], Running]
+    compiles: bool = False  # for each of its first sizes: seconds, not milliseconds
+
+
+@dataclass
+class _Session:
+    """An ONNX Runtime session, ours or plain."""
+
+    session: Any
+    provider: Provider
+
+    def prepare(self, inputs: Tensors) -> Prepared:
+        return Bound(self.session, self.provider, inputs)
+
+
+@dataclass
+class _Module:
+    """A torch module; `run` waits for the device as ONNX Runtime's binding does."""
+
+    module: Callable[..., Any]
+    provider: Provider
+    inputs: tuple[torch.Tensor, ...] = field(default=())
+
+    def prepare(self, inputs: Tensors) -> Prepared:
+        return _Module(self.module, self.provider, tuple(inputs.values()))
+
+    def run(self) -> None:
+        self._call()
+        self.provider.synchronize()
+
+    def fetch(self) -> Arrays:
+        found = self._call()
+        values = found if isinstance(found, tuple) else (found,)
+        return [value.cpu().numpy() for value in values]
+
+    @torch.inference_mode()
+    def _call(self) -> Any:
+        return self.module(*self.inputs)
+
+
+def contenders(
+    model: Model,
+    dtype: str,
+    folder: Path,
+    provider: Provider,
+    *,
+    eager: bool,
+    compiled: bool,
+    every_rule: bool = False,
+) -> Iterator[Contender]:
+    """All that apply to a model whose forms lie in `folder`.
+
+    every_rule: ours with the rules that apply on request only, too (convolutions).
+    eager, compiled: torch too. Its module has random weights of its own: only its time counts.
+    """
+    plain = folder / f"{PLAIN}.onnx"
+    forms = {how: folder / f"{file_name(how)}.onnx" for how in model.optimizers}
+    present = {how: path for how, path in forms.items() if path.exists()}
+    yield Contender("ort", partial(_plain, plain, provider))
+    for how, path in present.items():
+        yield Contender(f"ort+{how}", partial(_plain, path, provider))
+    if model.family in CONVOLUTIONAL and provider.is_cuda:
+        heuristic = {"cudnn_conv_algo_search": "HEURISTIC"}
+        yield Contender("ort heuristic", partial(_plain, plain, provider, **heuristic))
+        channels_last = heuristic | {"prefer_nhwc": "1"}
+        yield Contender("ort nhwc", partial(_plain, plain, provider, **channels_last))
+    yield Contender("ours", partial(_ours, plain, provider, every_rule))
+    for how, path in present.items():
+        yield Contender(f"ours+{how}", partial(_ours, path, provider, every_rule))
+    if model.family == "published":
+        return
+    if eager:
+        yield Contender("torch", partial(_torch, model, dtype, provider))
+    if compiled:
+        compiling = partial(_torch, model, dtype, provider, compiled=True)
+        yield Contender("torch.compile", compiling, compiles=True)
+
+
+def reference(folder: Path, provider: Provider) -> Running:
+    """The unmodified fp32 model in ONNX Runtime, without TF32."""
+    options = {"use_tf32": "0"} if provider.is_cuda else {}
+    return _plain(folder / f"{PLAIN}.onnx", provider, **options)
+
+
+def _plain(path: Path, provider: Provider, **options: str) -> Running:
+    return _Session(plain_session(path, provider, None, **options), provider)
+
+
+def _ours(path: Path, provider: Provider, every_rule: bool) -> Running:
+    if every_rule:  # a session takes no list of rules, and leaves rewritten nodes as they are
+        rules = [rule.name for rule in moonpoly_ort.list_rules()]
+        rewritten = path.with_name(f"rewritten_{path.name}")
+        path = moonpoly_ort.rewrite(path, rewritten, rules=rules).output or path
+    return _Session(our_session(path, provider), provider)
+
+
+def _torch(model: Model, dtype: str, provider: Provider, *, compiled: bool = False) -> Running:
+    module = _module(model, dtype, provider)
+    return _Module(torch.compile(module, dynamic=True) if compiled else module, provider)
+
+
+def _module(model: Model, dtype: str, provider: Provider) -> torch.nn.Module:
+    gc.collect()
+    with torch.device(provider.torch_device):
+        module = model.module().to(DTYPES[dtype])
+    inner = getattr(module, "model", None)
+    if hasattr(inner, "set_attn_implementation"):
+        inner.set_attn_implementation("sdpa")  # torch's fused attention; exports have single ops
+    return module

@@ -1,0 +1,70 @@
+"""A picture of one model in one type from `models.csv`: stream totals, and time by size.
+
+python -m benchmarks.model_plots RESULTS/models.csv --output FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks import csv_rows
+
+
+def totals(rows: list[dict[str, str]]) -> dict[str, dict[str, float]]:
+    """`stream_ms` by stream and contender, of whole streams; later rows replace earlier ones."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row["measure"] == "stream_ms" and not row["note"]:
+            found[row["stream"]][row["contender"]] = float(row["value"])
+    return dict(found)
+
+
+def draw(path: Path, model: str, dtype: str, folder: Path) -> Path | None:
+    """Writes FOLDER/MODEL-DTYPE.png; None where no stream of it is complete."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in csv_rows.read([path]) if (row["model"], row["dtype"]) == (model, dtype)]
+    found = totals(rows)
+    if not found:
+        return None
+    names = list(dict.fromkeys(name for times in found.values() for name in times))
+    colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
+    figure = Figure(figsize=(6 * len(found), 8), layout="constrained")
+    figure.suptitle(f"{model}, {dtype}")
+    for column, (stream, times) in enumerate(found.items()):
+        bars = figure.add_subplot(2, len(found), column + 1)
+        bars.barh(list(times), list(times.values()), color=[colours[name] for name in times])
+        bars.set(title=f"{stream}: all sizes, each new", xlabel="ms")
+        bars.invert_yaxis()
+        by_size = figure.add_subplot(2, len(found), len(found) + column + 1)
+        for name in times:
+            mine = [r for r in rows if (r["stream"], r["contender"], r["measure"])
+                    == (stream, name, "new_ms")]  # fmt: skip
+            work = [math.prod(n for n in map(int, r["size"].split("x")) if n) for r in mine]
+            by_size.scatter(work, [float(r["value"]) for r in mine], s=8, label=name,
+                            color=colours[name])  # fmt: skip
+        by_size.set(yscale="log", xlabel="product of the sizes", ylabel="ms, first run of a size")
+        by_size.grid(alpha=0.3)
+        by_size.legend(fontsize=7)
+    output = folder / f"{model}-{dtype}.png"
+    figure.savefig(output, dpi=110)
+    return output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the pictures")
+    arguments = parser.parse_args()
+    pairs = dict.fromkeys((row["model"], row["dtype"]) for row in csv_rows.read([arguments.csv]))
+    for model, dtype in pairs:
+        draw(arguments.csv, model, dtype, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
