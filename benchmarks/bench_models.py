@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace, model: Model, dtype: str, deadline: f
     with tempfile.TemporaryDirectory(dir=arguments.work) as name:
         folder = Path(name)
         wanted = {}
-        checked = streams[0].steady[:2] if model.family != "published" else streams[0].steady[:1]
+        checked = dict.fromkeys(stream.steady[0] for stream in streams)
         exact = placed(arguments, model, "f32", folder / "f32")
         ready = model_contenders.reference(exact, provider)
         for size in checked:
@@ -59,18 +59,15 @@ def measure(arguments: argparse.Namespace, model: Model, dtype: str, deadline: f
         own = exact
         if dtype != "f32":
             own = placed(arguments, model, dtype, folder / dtype)
-        candidates = model_contenders.contenders(
-            model,
-            dtype,
-            own,
-            provider,
-            eager=not arguments.no_torch,
-            compiled=arguments.compile > 0,
-            every_rule=arguments.every_rule,
-        )
-        largest = max(
-            (size for s in streams for size in s.steady), key=lambda s: np.prod(s) + s[-1]
-        )
+        candidates = list(
+            model_contenders.contenders(
+                model, dtype, own, provider,
+                eager=not arguments.no_torch, compiled=arguments.compile > 0,
+            )
+        )  # fmt: skip
+        steady = [size for stream in streams for size in stream.steady]
+        largest = max(steady, key=lambda size: np.prod(np.maximum(size, 1)))
+        repeats = {contender.name for contender in candidates if contender.repeats}
         running = measured.start(candidates, largest)
         measured.errors(running, wanted, "ort")
         if provider.is_cuda:
@@ -80,7 +77,8 @@ def measure(arguments: argparse.Namespace, model: Model, dtype: str, deadline: f
                 say(f"{model.id} {dtype} {stream.name}: no time left")
                 break
             started = time.monotonic()
-            measured.stream(running, stream, {"torch.compile": arguments.compile})
+            lasting = {name: one for name, one in running.items() if name not in repeats}
+            measured.stream(lasting, stream, {"torch.compile": arguments.compile})
             measured.steady(running, stream, arguments.steady)
             seconds = time.monotonic() - started
             measured.row(stream.name, "-", DONE, seconds)
@@ -133,10 +131,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--compile", type=int, default=0, metavar="SIZES",
         help="torch.compile(dynamic=True) for so many sizes of each stream; default: not at all",
-    )  # fmt: skip
-    parser.add_argument(
-        "--every-rule", action="store_true",
-        help="ours with the rules on request too (convolutions: the pack must have their kernels)",
     )  # fmt: skip
     parser.add_argument("--work", type=Path, help="folder for the weights; default: the system's")
     parser.add_argument("--provider", default=CUDA, help="ONNX Runtime's execution provider")

@@ -14,11 +14,12 @@ import torch
 
 import moonpoly_ort
 from benchmarks.exported_models import DTYPES, PLAIN, Model, file_name
-from benchmarks.running import Bound, Provider, our_session, plain_session
+from benchmarks.running import Bound, Provider, our_session, plain_session, session_options
 
 Tensors = Mapping[str, torch.Tensor]
 Arrays = list[np.ndarray[Any, Any]]
 
+GRAPHS = 12  # of the steady sizes, each with numpy arrays and bound
 CONVOLUTIONAL = ("resnet", "mobilenet", "published")
 
 
@@ -45,7 +46,7 @@ class Contender:
 
     name: str
     start: Callable[[], Running]
-    compiles: bool = False  # for each of its first sizes: seconds, not milliseconds
+    repeats: bool = False  # is meant for sizes that come again: only its steady state counts
 
 
 @dataclass
@@ -57,6 +58,23 @@ class _Session:
 
     def prepare(self, inputs: Tensors) -> Prepared:
         return Bound(self.session, self.provider, inputs)
+
+
+@dataclass
+class _Graphed:
+    """A session that captures a CUDA graph per shape: all its outputs need memory of ours."""
+
+    session: Any
+    provider: Provider
+
+    def prepare(self, inputs: Tensors) -> Prepared:
+        feed = {name: tensor.cpu().numpy() for name, tensor in inputs.items()}
+        names = [output.name for output in self.session.get_outputs()]
+        outputs = {
+            name: torch.from_numpy(value).to(self.provider.torch_device)
+            for name, value in zip(names, self.session.run(None, feed), strict=True)
+        }
+        return Bound(self.session, self.provider, inputs, outputs)
 
 
 @dataclass
@@ -92,11 +110,9 @@ def contenders(
     *,
     eager: bool,
     compiled: bool,
-    every_rule: bool = False,
 ) -> Iterator[Contender]:
     """All that apply to a model whose forms lie in `folder`.
 
-    every_rule: ours with the rules that apply on request only, too (convolutions).
     eager, compiled: torch too. Its module has random weights of its own: only its time counts.
     """
     plain = folder / f"{PLAIN}.onnx"
@@ -110,16 +126,21 @@ def contenders(
         yield Contender("ort heuristic", partial(_plain, plain, provider, **heuristic))
         channels_last = heuristic | {"prefer_nhwc": "1"}
         yield Contender("ort nhwc", partial(_plain, plain, provider, **channels_last))
-    yield Contender("ours", partial(_ours, plain, provider, every_rule))
+    yield Contender("ours", partial(_ours, plain, provider))
     for how, path in present.items():
-        yield Contender(f"ours+{how}", partial(_ours, path, provider, every_rule))
+        yield Contender(f"ours+{how}", partial(_ours, path, provider))
+    if provider.is_cuda:
+        yield Contender("ours graphs", partial(_graphed, plain, provider), repeats=True)
+        for how, path in present.items():
+            name = f"ours+{how} graphs"
+            yield Contender(name, partial(_graphed, path, provider), repeats=True)
     if model.family == "published":
         return
     if eager:
         yield Contender("torch", partial(_torch, model, dtype, provider))
     if compiled:
         compiling = partial(_torch, model, dtype, provider, compiled=True)
-        yield Contender("torch.compile", compiling, compiles=True)
+        yield Contender("torch.compile", compiling)
 
 
 def reference(folder: Path, provider: Provider) -> Running:
@@ -132,12 +153,16 @@ def _plain(path: Path, provider: Provider, **options: str) -> Running:
     return _Session(plain_session(path, provider, None, **options), provider)
 
 
-def _ours(path: Path, provider: Provider, every_rule: bool) -> Running:
-    if every_rule:  # a session takes no list of rules, and leaves rewritten nodes as they are
-        rules = [rule.name for rule in moonpoly_ort.list_rules()]
-        rewritten = path.with_name(f"rewritten_{path.name}")
-        path = moonpoly_ort.rewrite(path, rewritten, rules=rules).output or path
+def _ours(path: Path, provider: Provider) -> Running:
     return _Session(our_session(path, provider), provider)
+
+
+def _graphed(path: Path, provider: Provider) -> Running:
+    session = moonpoly_ort.InferenceSession(
+        path, session_options(), providers=provider.listed(), backend="cuda", pack=provider.pack,
+        cuda_graphs=GRAPHS,
+    )  # fmt: skip
+    return _Graphed(session, provider)
 
 
 def _torch(model: Model, dtype: str, provider: Provider, *, compiled: bool = False) -> Running:

@@ -139,7 +139,8 @@ def _bare(model: onnx.ModelProto) -> None:
     for tensor in model.graph.initializer:
         del tensor.metadata_props[:]
         tensor.doc_string = ""
-    del model.graph.value_info[:]
+    for value in model.graph.value_info:  # of which the types stay: optimizers need them
+        del value.metadata_props[:]
 
 
 def _refer(tensor: onnx.TensorProto, line: Mapping[str, Any]) -> None:
