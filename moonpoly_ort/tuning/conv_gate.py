@@ -187,6 +187,7 @@ def reference(conv: native.Conv, x: Array, w: Array) -> Array:
     (n, groups, k, *out).
     """
     images, weights = x.astype(np.float64), w.astype(np.float64)
+    by_tap = weights.transpose(3, 4, 5, 0, 1, 2)
     out = np.zeros((conv.n, conv.groups, conv.k, *conv.out))
     for tap in itertools.product(*map(range, conv.kernel)):
         gathered, inside = images, np.ones(tuple(conv.out), bool)
@@ -196,7 +197,7 @@ def reference(conv: native.Conv, x: Array, w: Array) -> Array:
             shape[axis] = len(valid)
             inside &= valid.reshape(shape)
         met: Array = gathered * inside
-        of_tap: Array = weights[(slice(None), slice(None), slice(None), *tap)]
+        of_tap: Array = by_tap[tap]
         out += np.einsum("ngcdhw,gkc->ngkdhw", met, of_tap)
     return out
 
