@@ -42,7 +42,7 @@ def attributes_of(op: str, attributes: Mapping[str, Any]) -> native.ConvAttribut
 
     Raises ValueError or KeyError for values that are not legal.
     """
-    named = {
+    named: dict[str, Any] = {
         name: value.decode() if isinstance(value, bytes) else value
         for name, value in attributes.items()
         if name in NAMES

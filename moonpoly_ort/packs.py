@@ -179,11 +179,10 @@ def write_with_tables(
 
     Raises PackError (`pack` cannot be read), TableError (a table of other kernels), OutputError.
     """
-    from .tables import cost_table
+    from .tables import merged
 
     whole = pack_format.read_pack(pack)
-    names = [name(kernel.spec) for kernel in whole.kernels]
-    costs = [cost_table(table, names) for table in measured]
+    costs = merged(measured, [name(kernel.spec) for kernel in whole.kernels])
     return _write_pack(Path(output), whole, costs)
 
 

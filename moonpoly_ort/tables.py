@@ -2,9 +2,9 @@
 
 One readable JSON file per (operation, GPU), `gemm__nvidia-h200.json`: a header, then one kernel a
 line, sorted by name, so that a new measurement is a readable diff, and where cuBLASLt was measured
-too, one class of problems a line. Tables are looked for in the
-user's folder, then among those shipped in `tuned/`; the pack builder bakes those of an architecture
-into its pack.
+too, one class of problems a line. Convolutions have a table of their own,
+`conv__nvidia-h200.json`. Tables are looked for in the user's folder, then among those shipped in
+`tuned/`; the pack builder bakes those of an architecture into its pack.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import CostTable
 
 SCHEMA = 1
+OPERATIONS = ("gemm", "conv")  # each has a file of its own
 _LISTS = ("costs", "vendor", "blocked", "dropped")
 NEVER = -1.0  # `blocks_per_sm` of a kernel that the planner must not choose
 VENDOR_TILES = 8  # at most, as in moonpoly.h
@@ -100,8 +101,18 @@ class Table:
     dropped: tuple[str, ...] = ()
 
     @property
+    def operation(self) -> str:
+        """`gemm` or `conv`: what the kernels that it lists compute."""
+        return operation(self.costs[0].kernel)
+
+    @property
     def name(self) -> str:
-        return file_name(self.gpu)
+        return file_name(self.gpu, self.operation)
+
+
+def operation(kernel: str) -> str:
+    """`gemm` or `conv`, by a kernel's name: whose table lists it."""
+    return "conv" if kernel.startswith("conv") else "gemm"
 
 
 def file_name(gpu: str, operation: str = "gemm") -> str:
@@ -180,6 +191,10 @@ def _parse(data: Any, source: Path) -> Table:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise TableError(f"{source}: the kernel {twice!r} is listed more than once")
+    if len(kinds := {operation(name) for name in (*names, *header["blocked"])}) > 1:
+        raise TableError(
+            f"{source} lists kernels of {' and '.join(sorted(kinds))}: one is expected"
+        )
     table: Table = _record(Table, header | {"costs": costs}, str(source))
     return table
 
@@ -283,10 +298,10 @@ def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
     for folder in reversed(folders()):
         for path in sorted(folder.glob(f"{operation}__*.json")):
             table = load(path)
-            if path.name != file_name(table.gpu, operation):
+            if path.name != table.name:
                 raise TableError(
-                    f"{path} was measured on {table.gpu!r}, so its name must be "
-                    f"{file_name(table.gpu, operation)}. Rename or remove it."
+                    f"{path} has {table.operation} kernels measured on {table.gpu!r}, so its name "
+                    f"must be {table.name}. Rename or remove it."
                 )
             if table.sm == sm:
                 tables[table.gpu] = table
@@ -295,21 +310,31 @@ def for_architecture(sm: int, operation: str = "gemm") -> list[Table]:
 
 def cost_tables(sm: int, *, trial: bool = False) -> list[CostTable]:
     """The tables of an architecture as the pack builder takes them: one cost row per kernel of
-    `specs(sm, trial=trial)`. Raises `TableError` as `cost_table` does.
+    `specs(sm, trial=trial)`, those of products and of convolutions together. Raises `TableError` as
+    `cost_table` does.
     """
     from .custom_ops.kernels.kernel_list import specs
     from .custom_ops.kernels.spec import name
 
     names = [name(spec) for spec in specs(sm, trial=trial)]
-    return [cost_table(table, names) for table in for_architecture(sm)]
+    return merged([t for kind in OPERATIONS for t in for_architecture(sm, kind)], names)
 
 
-def cost_table(table: Table, kernels: Sequence[str]) -> CostTable:
-    """A table as a pack with these kernels holds it: one cost row per kernel.
+def merged(tables: Sequence[Table], kernels: Sequence[str]) -> list[CostTable]:
+    """Tables as a pack with these kernels holds them: one for each GPU, in the order of names."""
+    of_gpu: dict[str, list[Table]] = {}
+    for table in tables:
+        of_gpu.setdefault(table.gpu, []).append(table)
+    return [cost_table(of_gpu[gpu], kernels) for gpu in sorted(of_gpu)]
 
-    Kernels that the table does not list get a row of zeros, for which the planner uses its analytic
-    model, and those it blocks or drops one that is never chosen. Raises `TableError` for a table
-    that lists none of them: it belongs to other kernels.
+
+def cost_table(tables: Sequence[Table], kernels: Sequence[str]) -> CostTable:
+    """The tables of one GPU as a pack with these kernels holds them: one cost row per kernel.
+
+    Kernels that no table lists get a row of zeros, for which the planner uses its analytic model,
+    and those it blocks or drops one that is never chosen. Memory bandwidth and launch time are
+    those of the table of products, where there is one. Raises `TableError` for a table that lists
+    none of the kernels: it belongs to others.
     """
     import numpy as np
 
@@ -317,25 +342,28 @@ def cost_table(table: Table, kernels: Sequence[str]) -> CostTable:
 
     place = {name: i for i, name in enumerate(kernels)}
     costs = np.zeros(len(place), COST)
-    known = [cost for cost in table.costs if cost.kernel in place]
-    if not known:
-        raise TableError(
-            f"the table {table.name} lists no kernel of this version, but others such as "
-            f"{table.costs[0].kernel!r}. Tune again, or remove it."
-        )
-    for cost in known:
-        costs[place[cost.kernel]] = (
-            cost.fixed_us,
-            cost.step_us,
-            cost.single_step_us,
-            cost.blocks_per_sm,
-        )
-    for name in (*table.blocked, *table.dropped):
-        if name in place:
-            costs[place[name]] = (0, 0, 0, NEVER)
+    ordered = sorted(tables, key=lambda table: OPERATIONS.index(table.operation))
+    for table in ordered:
+        known = [cost for cost in table.costs if cost.kernel in place]
+        if not known:
+            raise TableError(
+                f"the table {table.name} lists no kernel of this version, but others such as "
+                f"{table.costs[0].kernel!r}. Tune again, or remove it."
+            )
+        for cost in known:
+            costs[place[cost.kernel]] = (
+                cost.fixed_us,
+                cost.step_us,
+                cost.single_step_us,
+                cost.blocks_per_sm,
+            )
+        for name in (*table.blocked, *table.dropped):
+            if name in place:
+                costs[place[name]] = (0, 0, 0, NEVER)
+    head = ordered[0]
     return CostTable(
-        table.gpu, table.sm_count, table.bandwidth_gbps, table.launch_us, costs,
-        packed_vendor(table.vendor),
+        head.gpu, head.sm_count, head.bandwidth_gbps, head.launch_us, costs,
+        packed_vendor(head.vendor),
     )  # fmt: skip
 
 

@@ -91,7 +91,11 @@ void ConvPlanner::consider(int index, const mp_conv& c, const PlanRequest& reque
   const int64_t steps = conv_steps(k, c);
   const auto offer = [&](int split, double us) {
     if (tiles * split > kMaxBlocks) return;
-    if (best->kernel < 0 || us < best->us) *best = Choice{index, split, us, cost.measured};
+    // A tie, as of lone waves of small images, goes to fewer blocks.
+    const int64_t blocks = tiles * split;
+    if (best->kernel < 0 || us < best->us || (us == best->us && blocks < best->blocks)) {
+      *best = Choice{index, split, blocks, us, cost.measured};
+    }
   };
   const Extent extent = extent_of(k, c);
   if (!k.split_k) {

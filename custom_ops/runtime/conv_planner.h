@@ -34,6 +34,7 @@ class ConvPlanner {
  private:
   struct Choice {
     int kernel = -1, split = 1;
+    int64_t blocks = 0;
     double us = 0;
     bool measured = false;
   };

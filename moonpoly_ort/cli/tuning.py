@@ -26,6 +26,10 @@ def tune(
     layout: Annotated[
         str, typer.Option(help="Of nn, nt, tn, tt, with commas: t is stored transposed.")
     ] = "",
+    op: Annotated[
+        str,
+        typer.Option(help="Of gemm, conv, with commas: products, convolutions; both by default."),
+    ] = "",
     budget: Annotated[float, typer.Option(metavar="MINUTES", help="Stop measuring then.")] = 20.0,
     model: Annotated[
         Path | None, typer.Option(metavar="MODEL", help="Tune for this model's own weights.")
@@ -74,7 +78,8 @@ def tune(
     if trial and pack:
         raise typer.BadParameter("--trial builds a pack and --pack names one: give either")
     options = tuning.Options(
-        gpu=gpu, numbers=_listed(dtype), layouts=_listed(layout), model=model,
+        gpu=gpu, numbers=_listed(dtype), layouts=_listed(layout), operations=_listed(op),
+        model=model,
         rows=(int(match[1]), int(match[2])), minutes=budget, output=output, pack=pack, trial=trial,
         only=only, force=force, fresh=fresh, keep_all=keep_all, tuned_pack=tuned_pack,
     )  # fmt: skip
@@ -91,6 +96,8 @@ def tune(
         print_json(outcome.as_dict())
     else:
         _show(outcome)
+        if outcome.convolutions is not None:
+            _show(outcome.convolutions)
 
 
 def _listed(text: str) -> tuple[str, ...]:

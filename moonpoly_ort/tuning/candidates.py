@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from .. import native
 from ..errors import MoonPolyError
+from .work import Work, plan
 
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 VENDOR_NAME = "cublaslt"  # what the vendor's product goes by in journals
@@ -24,7 +25,7 @@ class Candidate:
 
 
 class Kernels:
-    """The kernels of products of a pack by class, without those to be left alone."""
+    """The kernels of a pack by class, without those to be left alone."""
 
     def __init__(
         self, pack: native.Pack, device: native.Device, avoid: Collection[str] = (),
@@ -35,15 +36,19 @@ class Kernels:
         for index, kernel in enumerate(pack.kernels):
             if kernel.name in avoid or not only(kernel.name):
                 continue
-            if native.Family(kernel.family).convolves:
-                continue
+            key: tuple[int, ...]
             key = (kernel.dtype, kernel.precision, kernel.trans_a, kernel.trans_b)
+            if native.Family(kernel.family).convolves:
+                key = (kernel.dtype,)
             entry = (index, kernel.name, bool(kernel.split_k), bool(kernel.persistent))
             self._classes.setdefault(key, []).append(entry)
 
-    def legal(self, problem: native.Problem) -> list[Candidate]:
+    def legal(self, problem: Work) -> list[Candidate]:
         """Every (kernel, split) that the planner accepts."""
-        key = (problem.dtype, problem.precision, problem.trans_a, problem.trans_b)
+        if isinstance(problem, native.Conv):
+            key: tuple[int, ...] = (problem.dtype,)
+        else:
+            key = (problem.dtype, problem.precision, problem.trans_a, problem.trans_b)
         found = []
         for index, name, splits, persistent in self._classes.get(key, ()):
             grids = set()  # splits beyond what the device holds make the same persistent launch
@@ -51,19 +56,19 @@ class Kernels:
             # 0: as many slices as the planner likes best, which may be none of the fixed numbers.
             for split in (0, *SPLITS) if splits else (1,):
                 try:
-                    plan = self.pack.plan(self.device, problem, kernel=index, split=split)
+                    made = plan(self.pack, self.device, problem, kernel=index, split=split)
                 except MoonPolyError:
                     continue  # not legal for this problem
-                if any(region.kernel != index for region in plan.regions):
+                if any(region.kernel != index for region in made.regions):
                     break  # it only helps another kernel
-                split = plan.regions[0].split
+                split = made.regions[0].split
                 if split in seen:
                     continue
                 seen.add(split)
-                if persistent and plan.regions[0].grid in grids:
+                if persistent and made.regions[0].grid in grids:
                     continue
-                grids.add(plan.regions[0].grid)
-                found.append(Candidate(name, index, split, plan))
+                grids.add(made.regions[0].grid)
+                found.append(Candidate(name, index, split, made))
         return found
 
 
@@ -83,15 +88,15 @@ def promising(candidates: list[Candidate], slowest: float, splits: int = 3) -> l
     return found
 
 
-def vendor(pack: native.Pack, device: native.Device, problem: native.Problem) -> Candidate | None:
+def vendor(pack: native.Pack, device: native.Device, problem: Work) -> Candidate | None:
     """The vendor library's product as one more candidate, where the runtime offers it: it then
     names the code that forces it, `native.VENDOR`. Whether the library is here shows at launch.
     """
     code: int | None = getattr(native, "VENDOR", None)
-    if code is None:
+    if code is None or isinstance(problem, native.Conv):
         return None
     try:
-        plan = pack.plan(device, problem, kernel=code)
+        made = pack.plan(device, problem, kernel=code)
     except MoonPolyError:
         return None  # the library is absent, or does not take this problem
-    return Candidate(VENDOR_NAME, code, 1, plan)
+    return Candidate(VENDOR_NAME, code, 1, made)

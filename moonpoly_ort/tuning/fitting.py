@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from .. import native, tables
 from ..custom_ops.kernels import pack_format
-from ..custom_ops.kernels.spec import Family, Precision
-from .shapes import Shape
+from ..custom_ops.kernels.spec import Family
+from .probes import ConvProbe, probe
+from .work import AnyShape, Work, plan
 
 Floats = npt.NDArray[np.float64]
 COSTS = ("fixed_us", "step_us", "single_step_us")
@@ -34,7 +35,7 @@ PRIOR = 0.1  # weight of (log cost / analytic)^2 against one timing's squared lo
 class Row:
     """One measurement: a kernel (its index in the pack) and K split on one shape."""
 
-    shape: Shape
+    shape: AnyShape | ConvProbe
     kernel: int
     split: int
     us: float
@@ -53,7 +54,7 @@ class Planner:
         self.kernels = [replace(kernel, cubin=b"") for kernel in whole.kernels]
         self.device, self.launch_us = device, launch_us
         self._folder, self._count = folder, 0
-        self._problems: dict[Shape, native.Problem] = {}
+        self._problems: dict[AnyShape | ConvProbe, Work] = {}
         with self.without_table() as catalog:
             self.names = [kernel.name for kernel in catalog.kernels]
             # Blocks that one SM holds, at least 1, of each kernel.
@@ -64,9 +65,9 @@ class Planner:
         return self._pack([pack_format.CostTable(self.device.name, self.device.sm_count, bandwidth,
                                                  self.launch_us, costs)])  # fmt: skip
 
-    def with_table(self, table: tables.Table) -> native.Pack:
-        """A catalog with a table as packs hold it."""
-        return self._pack([tables.cost_table(table, self.names)])
+    def with_table(self, *given: tables.Table) -> native.Pack:
+        """A catalog with the tables of one GPU as packs hold them."""
+        return self._pack([tables.cost_table(given, self.names)])
 
     def without_table(self) -> native.Pack:
         """A catalog for the analytic model."""
@@ -79,7 +80,7 @@ class Planner:
                                key=self.info.key, triton=self.info.triton)  # fmt: skip
         return native.Pack(path)
 
-    def problem(self, shape: Shape) -> native.Problem:
+    def problem(self, shape: AnyShape | ConvProbe) -> Work:
         if shape not in self._problems:
             self._problems[shape] = shape.problem()
         return self._problems[shape]
@@ -88,8 +89,8 @@ class Planner:
         """Microseconds that the planner expects of each row."""
         return np.array(
             [
-                pack.plan(
-                    self.device, self.problem(row.shape), kernel=row.kernel, split=row.split
+                plan(
+                    pack, self.device, self.problem(row.shape), kernel=row.kernel, split=row.split
                 ).predicted_us
                 for row in rows
             ]
@@ -151,12 +152,9 @@ def analytic_costs(planner: Planner, wanted: Iterable[int]) -> Floats:
         kernel = planner.kernels[index]
         spec, split = kernel.spec, 2 if kernel.spec.split_k else 1
         wave = max(1, planner.device.sm_count * planner.occupancy[index] // split)
-        name = "f32ieee" if spec.precision is Precision.IEEE else str(spec.dtype)
-        layout = "nt"[spec.trans_a] + "nt"[spec.trans_b]
         few, many = (0, 1) if spec.family is Family.GEMM_SHALLOW else (2, 40)
         for tiles, steps in ((1, few), (1, many), (wave, many)):
-            shape = Shape(name, layout, spec.bm, spec.bn * tiles, spec.bk * steps * split)
-            rows.append(Row(shape, index, split, math.nan))
+            rows.append(Row(probe(spec, tiles, steps * split), index, split, math.nan))
     linear = Coefficients.probe(planner, rows)
     with planner.with_costs(np.zeros(len(planner.kernels), pack_format.COST), ENDLESS) as pack:
         target = planner.predict(pack, rows) - linear.base - linear.loops
@@ -178,7 +176,7 @@ class Fit:
     def __post_init__(self) -> None:
         # Rows in the order of kernels, so that sums over a kernel's rows are one call.
         order = np.argsort([row.kernel for row in self.rows], kind="stable")
-        fastest: dict[Shape, float] = defaultdict(lambda: math.inf)
+        fastest: dict[AnyShape | ConvProbe, float] = defaultdict(lambda: math.inf)
         for row in self.rows:
             fastest[row.shape] = min(fastest[row.shape], row.us)
         kernels = np.array([self.rows[i].kernel for i in order])
@@ -243,7 +241,7 @@ class Quality:
     shapes: int
     untimed: int  # choices for which there is no timing; the likeliest one that has stands in
     error: float  # median of |log(predicted / measured)| over all rows
-    chosen: dict[Shape, float]  # measured microseconds of the choices
+    chosen: dict[AnyShape | ConvProbe, float]  # measured microseconds of the choices
 
     def __str__(self) -> str:
         return (
@@ -256,16 +254,16 @@ class Quality:
 def quality(planner: Planner, pack: native.Pack, rows: Sequence[Row]) -> Quality:
     """Of the choices that the planner makes with a pack's costs, on the shapes of the rows."""
     predicted = planner.predict(pack, rows)
-    timings: dict[Shape, list[tuple[float, Row]]] = defaultdict(list)
+    timings: dict[AnyShape | ConvProbe, list[tuple[float, Row]]] = defaultdict(list)
     for us, row in zip(predicted, rows, strict=True):
         timings[row.shape].append((us, row))
     ratios, untimed, chosen = [], 0, {}
     one = native.PlanFlag.NO_REGIONS | native.PlanFlag.NO_VENDOR  # as all that was timed
     for shape, timed in timings.items():
-        plan = pack.plan(planner.device, planner.problem(shape), flags=one)
-        region = plan.regions[0]
+        made = plan(pack, planner.device, planner.problem(shape), flags=one)
+        region = made.regions[0]
         # Copies in front of a kernel take time that its timings do not hold.
-        mine = [] if plan.copies else [
+        mine = [] if made.copies else [
             row for _, row in timed if (row.kernel, row.split) == (region.kernel, region.split)
         ]  # fmt: skip
         if not mine:
@@ -297,13 +295,18 @@ class Fitted:
         return math.exp(statistics.fmean(logs))
 
 
-def fit_all(planner: Planner, rows: list[Row], copied: float) -> Fitted:
-    """Fits all kernels; `copied` is the bandwidth of a copy in GB/s, where one was measured."""
+def fit_all(
+    planner: Planner, rows: list[Row], copied: float, bandwidth: float | None = None
+) -> Fitted:
+    """Fits all kernels; `copied` is the bandwidth of a copy in GB/s, where one was measured.
+    `bandwidth`: that of the memory, fitted before to other work, as both share a table's head.
+    """
     prior = analytic_costs(planner, (row.kernel for row in rows))
     whole = Fit(planner, rows, Coefficients.probe(planner, rows), prior)
     with planner.without_table() as pack:
         analytic = quality(planner, pack, rows)
-    bandwidth = float(f"{whole.bandwidth(copied):.4g}")
+    if bandwidth is None:
+        bandwidth = float(f"{whole.bandwidth(copied):.4g}")
     order = {shape: i for i, shape in enumerate(dict.fromkeys(row.shape for row in rows))}
     kept = np.array([i for i, row in enumerate(rows) if order[row.shape] % 2 == 0])
     others = [row for row in rows if order[row.shape] % 2 == 1]

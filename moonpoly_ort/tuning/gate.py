@@ -222,8 +222,11 @@ def gate(
         if name in record.checked or record.begun.get(name, 0) >= ATTEMPTS:
             continue
         journal.begin_check(name)
+        convolves = native.Family(pack.kernels[index].family).convolves
         try:
-            fault = check(gpu, launcher, pack, device, index)
+            fault = (conv_gate.check_conv if convolves else check)(
+                gpu, launcher, pack, device, index
+            )
         except KernelFault as error:
             raise KernelFault(f"kernel {name}: {error}") from error
         except BaseException:
@@ -231,3 +234,7 @@ def gate(
             raise
         journal.end_check(name, fault)
     report(len(wanted), len(wanted), "")
+
+
+# It is made of what this module defines.
+from . import conv_gate  # noqa: E402

@@ -19,8 +19,10 @@ from filelock import FileLock, Timeout
 
 from .. import tables
 from ..errors import OutputError, TableError
+from .conv_shapes import ConvShape
 from .measuring import Timed
 from .shapes import Shape
+from .work import AnyShape
 
 VERSION = 1
 ATTEMPTS = 2  # a kernel whose check never came to an end so often is taken for wrong
@@ -34,7 +36,7 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
     checked: dict[str, str] = field(default_factory=dict)  # kernel: fault, empty for none
     begun: dict[str, int] = field(default_factory=dict)  # kernel: checks that did not end
-    timings: dict[Shape, list[Timed]] = field(default_factory=dict)
+    timings: dict[AnyShape, list[Timed]] = field(default_factory=dict)
 
     @property
     def blocked(self) -> dict[str, str]:
@@ -81,11 +83,19 @@ def _take(record: Record, entry: dict[str, Any], *, first: bool) -> None:
     elif "interrupted" in entry:
         record.begun.pop(entry["interrupted"], None)
     else:
-        shape = Shape(**entry["shape"])
+        shape = _shape(entry)
         record.timings[shape] = [
             Timed(str(name), int(split), float(us), bool(careful))
             for name, split, us, careful in entry["times"]
         ]
+
+
+def _shape(entry: dict[str, Any]) -> AnyShape:
+    if "convolution" not in entry:
+        return Shape(**entry["shape"])
+    given: dict[str, Any] = entry["convolution"]
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    return ConvShape(**fields)
 
 
 class Journal:
@@ -166,9 +176,10 @@ class Journal:
         """The user ended the check; the kernel is not to blame."""
         self._note({"interrupted": kernel})
 
-    def timed(self, shape: Shape, times: list[Timed]) -> None:
+    def timed(self, shape: AnyShape, times: list[Timed]) -> None:
         rows = [[t.name, t.split, float(f"{t.us:.5g}"), t.careful] for t in times]
-        self._note({"shape": asdict(shape), "times": rows})
+        kind = "convolution" if isinstance(shape, ConvShape) else "shape"
+        self._note({kind: asdict(shape), "times": rows})
 
     def close(self) -> None:
         self._file.close()
@@ -187,7 +198,7 @@ def file_name(gpu: str, key: str, only: str = "") -> str:
     return f"{Path(tables.file_name(gpu)).stem}.{key[:12]}{'.' + part if part else ''}.jsonl"
 
 
-def rows(record: Record) -> Iterator[tuple[Shape, Timed]]:
+def rows(record: Record) -> Iterator[tuple[AnyShape, Timed]]:
     """Every timing."""
     for shape, times in record.timings.items():
         for timed in times:

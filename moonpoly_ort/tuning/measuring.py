@@ -21,7 +21,7 @@ from .. import native
 from ..errors import DeviceError, MoonPolyError
 from .candidates import Candidate
 from .cuda import Gpu, Graph, KernelFault
-from .shapes import Shape
+from .work import AnyShape, Work, launch
 
 DTYPES = {
     native.Dtype.F16: np.dtype(np.float16),
@@ -69,7 +69,7 @@ def launches_for(us: float, target_us: float, bounds: tuple[int, int]) -> int:
 class CandidateFault(KernelFault):
     """What a candidate, by its `name`, did when it was timed."""
 
-    def __init__(self, name: str, shape: Shape, fault: KernelFault) -> None:
+    def __init__(self, name: str, shape: AnyShape, fault: KernelFault) -> None:
         super().__init__(f"{name} on {shape}: {fault}")
         self.name = name
 
@@ -93,9 +93,9 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class _Work:
-    """Launches of one problem: addresses of A, B and Y in rotation."""
+    """Launches of one problem: addresses of A, B and Y (or W, X and Y) in rotation."""
 
-    problem: native.Problem
+    problem: Work
     sets: list[tuple[int, int, int]]
     launches: int
 
@@ -148,7 +148,7 @@ class Measurer:
         self._stopwatches = [Stopwatch(gpu) for _ in range(effort.quick_replays)]
 
     def time(
-        self, shape: Shape, candidates: Sequence[Candidate], always: Collection[str] = ()
+        self, shape: AnyShape, candidates: Sequence[Candidate], always: Collection[str] = ()
     ) -> list[Timed]:
         """The time of every candidate, in the order given; those named in `always` are among the
         finalists. Raises CandidateFault for one that hangs or faults, and DeviceError."""
@@ -169,7 +169,7 @@ class Measurer:
             for index, (candidate, us) in enumerate(zip(candidates, quick, strict=True))
         ]
 
-    def refusal(self, shape: Shape, candidate: Candidate) -> str:
+    def refusal(self, shape: AnyShape, candidate: Candidate) -> str:
         """Why a candidate does not run, empty if it does: for one that is no kernel of the pack."""
         self._make_room([candidate])
         work = self._work(shape, 1)
@@ -180,7 +180,7 @@ class Measurer:
         self.gpu.wait()
         return ""
 
-    def _quick(self, shape: Shape, candidates: Sequence[Candidate]) -> list[float]:
+    def _quick(self, shape: AnyShape, candidates: Sequence[Candidate]) -> list[float]:
         """The best of few replays of every candidate."""
         predicted = [one.plan.predicted_us for one in candidates if one.plan.predicted_us > 0]
         launches = launches_for(min(predicted, default=1.0), QUICK_US, QUICK_LAUNCHES)
@@ -199,7 +199,7 @@ class Measurer:
             best = min(best, found[-1])
         return found
 
-    def _finals(self, shape: Shape, candidates: Sequence[Candidate], best: float) -> list[float]:
+    def _finals(self, shape: AnyShape, candidates: Sequence[Candidate], best: float) -> list[float]:
         """Median microseconds of candidates that take turns; `best`: about what they take."""
         launches = launches_for(best, CAREFUL_US, CAREFUL_LAUNCHES)
         work = self._work(shape, launches)
@@ -243,12 +243,13 @@ class Measurer:
 
     def _launch(self, work: _Work, candidate: Candidate, index: int) -> None:
         a, b, y = work.sets[index % len(work.sets)]
-        self._launcher.launch(
-            work.problem, candidate.plan, a=a, b=b, y=y, workspace=self._workspace.address,
-            counters=self._counters, stream=self.gpu.stream.value,
+        launch(
+            self._launcher, work.problem, candidate.plan, a=a, b=b, y=y,
+            workspace=self._workspace.address, counters=self._counters,
+            stream=self.gpu.stream.value,
         )  # fmt: skip
 
-    def _work(self, shape: Shape, launches: int) -> _Work:
+    def _work(self, shape: AnyShape, launches: int) -> _Work:
         """Operand sets for so many launches, in memory of random values."""
         sizes = [-(-size // ALIGNMENT) * ALIGNMENT for size in shape.operand_bytes]
         sets = min(launches, rotation(sum(sizes), self._l2))

@@ -14,17 +14,18 @@ from typing import Any, Self
 from .. import native, packs, tables
 from ..custom_ops.kernels import pack_format
 from ..errors import ArgumentError, DeviceError, OutputError, TableError
-from . import busy, cuda, journal, shapes
+from . import busy, conv_shapes, cuda, journal, shapes
 from .candidates import VENDOR_NAME, Candidate, Kernels, promising, vendor
 from .fitting import Fitted, Planner, Row, fit_all
 from .gate import gate
 from .measuring import CandidateFault, Effort, Measurer, bandwidth_gbps, launch_us
 from .schedule import Group, Schedule
 from .selecting import superfluous
-from .shapes import LAYOUTS, NUMBERS, Shape
+from .shapes import LAYOUTS, NUMBERS
 from .vendor_timings import vendor_costs
 from .verifying import Verified, fresh, verify
 from .weights import Weight, weights
+from .work import AnyShape
 
 SLOWEST = 2.5  # candidates predicted to take more times the best are not tried
 LONGEST_US = 800.0  # longer products show nothing that shorter ones do not
@@ -44,6 +45,7 @@ class Options:
     gpu: int = 0
     numbers: tuple[str, ...] = ()  # keys of NUMBERS; empty: all, or those of the model
     layouts: tuple[str, ...] = ()  # of LAYOUTS; empty: all, or those of the model
+    operations: tuple[str, ...] = ()  # of tables.OPERATIONS; empty: all, or those of the model
     model: Path | None = None
     rows: tuple[int, int] = ROWS  # range of M, with a model
     minutes: float = 20.0
@@ -59,7 +61,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for what, given, known in (("dtype", self.numbers, tuple(NUMBERS)),
-                                   ("layout", self.layouts, LAYOUTS)):  # fmt: skip
+                                   ("layout", self.layouts, LAYOUTS),
+                                   ("operation", self.operations, tables.OPERATIONS)):  # fmt: skip
             if unknown := [name for name in given if name not in known]:
                 raise ArgumentError(
                     f"unknown {what} {unknown[0]!r}; accepted are {', '.join(known)}"
@@ -70,6 +73,10 @@ class Options:
             raise ArgumentError(
                 "tuning some kernels only, or kernels on trial, needs --output: the table is not "
                 "one for the sessions of this machine"
+            )
+        if self.model is not None and self.operations == ("conv",):
+            raise ArgumentError(
+                "--model measures the weights of its products; convolutions are tuned without it"
             )
         low, high = self.rows
         if not 1 <= low <= high:
@@ -93,6 +100,7 @@ class Outcome:
     dropped: tuple[str, ...]
     vendor_wins: float | None  # share of shapes where the vendor's product was fastest, if timed
     seconds: float
+    convolutions: Outcome | None = None  # where products were tuned too, which the rest is about
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -115,7 +123,10 @@ class Outcome:
             for name in ("gpu", "shapes", "left", "timings", "kernels", "blocked", "dropped",
                          "vendor_wins", "seconds")
         }  # fmt: skip
-        return plain | {"table": str(self.table), "journal": str(self.journal), "quality": fitted}
+        plain |= {"table": str(self.table), "journal": str(self.journal), "quality": fitted}
+        if self.convolutions is not None:
+            plain["convolutions"] = self.convolutions.as_dict()
+        return plain
 
 
 def _silent(done: int, total: int, name: str) -> None:
@@ -170,9 +181,9 @@ def tune(
         if not book.record.facts.get("clocks"):
             book.facts(book.record.facts | {"clocks": busy.state(bus)[1]})
 
-        def verified(table: tables.Table) -> Verified | None:
+        def verified(made: Sequence[tables.Table]) -> Verified | None:
             say("timing the plans that the table gives, on other shapes")
-            return bench.verify(table, groups, book.record, report)
+            return bench.verify(made, groups, book.record, report)
 
         return _conclude(options, book.record, path, pack, folder, left, begun, say, verified)
 
@@ -200,14 +211,24 @@ def refit(
     return _conclude(options, record, source, pack, folder, 0, time.monotonic(), say)
 
 
-def _groups(options: Options) -> dict[Group, list[Shape]]:
+def _groups(options: Options) -> dict[Group, list[AnyShape]]:
     """The shapes to measure by group, the most telling first."""
     if options.model is not None:
-        return shapes.for_weights(_weights(options), shapes.heights(*options.rows))
-    found: dict[Group, list[Shape]] = {}
+        found = shapes.for_weights(_weights(options), shapes.heights(*options.rows))
+        return {group: list(of_group) for group, of_group in found.items()}
+    return _synthetic(options, options.layouts or LAYOUTS, seed=0)
+
+
+def _synthetic(options: Options, layouts: Sequence[str], seed: int) -> dict[Group, list[AnyShape]]:
+    """Products, and convolutions where no layout of products is asked for by name."""
+    found: dict[Group, list[AnyShape]] = {}
     for number in options.numbers or NUMBERS:
-        for layout in options.layouts or LAYOUTS:
-            found |= shapes.synthetic(number, layout)
+        if "gemm" in (options.operations or tables.OPERATIONS):
+            for layout in layouts:
+                found |= {g: list(s) for g, s in shapes.synthetic(number, layout, seed).items()}
+        convolves = "conv" in (options.operations or tables.OPERATIONS)
+        if convolves and (options.operations or not options.layouts):
+            found |= {g: list(s) for g, s in conv_shapes.synthetic(number, seed).items()}
     return found
 
 
@@ -230,15 +251,16 @@ def _weights(options: Options) -> list[Weight]:
     return wanted
 
 
-def _others(options: Options, groups: Mapping[Group, list[Shape]]) -> dict[Group, list[Shape]]:
+def _others(
+    options: Options, groups: Mapping[Group, list[AnyShape]]
+) -> dict[Group, list[AnyShape]]:
     """Shapes to check the table with: of the same groups, or of the same weights."""
     if options.model is not None:
         rows = shapes.heights(*options.rows, count=HEIGHTS_CHECKED)
-        return shapes.for_weights(_weights(options), rows)
-    found: dict[Group, list[Shape]] = {}
-    for number, layout in dict.fromkeys(group[:2] for group in groups):
-        if layout not in shapes.LIGHT:
-            found |= shapes.synthetic(number, layout, seed=1)
+        weighed = shapes.for_weights(_weights(options), rows)
+        return {group: list(of_group) for group, of_group in weighed.items()}
+    layouts = [layout for layout in options.layouts or LAYOUTS if layout not in shapes.LIGHT]
+    found = _synthetic(options, layouts, seed=1)
     return {group: found[group] for group in groups if group in found}
 
 
@@ -288,7 +310,7 @@ class Bench:
         self._stack.close()
 
     def measure(
-        self, groups: Mapping[Group, list[Shape]], book: journal.Journal, deadline: float,
+        self, groups: Mapping[Group, list[AnyShape]], book: journal.Journal, deadline: float,
         report: Report, say: Callable[[str], None],
     ) -> int:  # fmt: skip
         """Checks kernels and times shapes until all are done or the time is up: how many are
@@ -321,14 +343,16 @@ class Bench:
         return len(schedule)
 
     def verify(
-        self, table: tables.Table, groups: Mapping[Group, list[Shape]],
+        self, made: Sequence[tables.Table], groups: Mapping[Group, list[AnyShape]],
         record: journal.Record, report: Report,
     ) -> Verified | None:  # fmt: skip
-        """Times the plans that a table gives on shapes that it was not made from."""
+        """Times the plans that tables give on shapes that the last one was not made from."""
         deadline = time.monotonic() + 60 * self.options.minutes * VERIFY_SHARE
-        wanted = fresh(_others(self.options, groups), record.timings)
+        convolves = made[-1].operation == "conv"
+        own = {g: s for g, s in groups.items() if _convolves(g) == convolves}
+        wanted = fresh(_others(self.options, own), record.timings)
         # A pack with code: from a catalog the vendor's library is never chosen.
-        path = packs.write_with_tables(self.loaded.path, self._scratch / "tuned.mpk", [table])
+        path = packs.write_with_tables(self.loaded.path, self._scratch / "tuned.mpk", made)
         with native.Pack(path) as tuned:
             return verify(
                 wanted, self._measurer, self._kernels(record), tuned, self.device, deadline,
@@ -339,12 +363,12 @@ class Bench:
         only = self.options.only
         return Kernels(self.catalog, self.device, record.blocked, lambda name: only in name)
 
-    def _fits(self, shape: Shape, chosen: list[Candidate]) -> bool:
+    def _fits(self, shape: AnyShape, chosen: list[Candidate]) -> bool:
         """Whether a shape is neither too large nor too slow to be timed."""
         short = bool(chosen) and chosen[0].plan.predicted_us <= LONGEST_US
         return short and sum(shape.operand_bytes) <= self._limit
 
-    def _time(self, shape: Shape, kernels: Kernels, book: journal.Journal) -> None:
+    def _time(self, shape: AnyShape, kernels: Kernels, book: journal.Journal) -> None:
         """Times what may compute a shape, and notes it; nothing, where it does not fit."""
         problem = shape.problem()
         chosen = promising(kernels.legal(problem), SLOWEST)
@@ -359,7 +383,7 @@ class Bench:
             book.begin_check(fault.name)  # without an end: the second one blocks it
             raise
 
-    def _vendor(self, shape: Shape) -> list[Candidate]:
+    def _vendor(self, shape: AnyShape) -> list[Candidate]:
         """The vendor library's candidate, if it runs: the one place where it joins the others."""
         candidate = vendor(self.catalog, self.device, shape.problem())
         if candidate is None or self._measurer.refusal(shape, candidate):
@@ -367,23 +391,32 @@ class Bench:
         return [candidate]
 
 
-def _concerns(kernel: native.KernelRecord, groups: Mapping[Group, list[Shape]]) -> bool:
+def _convolves(group: Group) -> bool:
+    return group[1] in conv_shapes.KINDS
+
+
+def _concerns(kernel: native.KernelRecord, groups: Mapping[Group, list[AnyShape]]) -> bool:
     """Whether a kernel computes shapes of some group."""
     if native.Family(kernel.family).convolves:
-        return False
+        return any(
+            (kernel.dtype, kernel.precision) == NUMBERS[group[0]]
+            for group in groups
+            if _convolves(group)
+        )
     return any(
         (kernel.dtype, kernel.precision, kernel.trans_a, kernel.trans_b)
-        == (*NUMBERS[number], layout[0] == "t", layout[1] == "t")
-        for number, layout, _ in groups
+        == (*NUMBERS[group[0]], group[1][0] == "t", group[1][1] == "t")
+        for group in groups
+        if not _convolves(group)
     )
 
 
 def _conclude(
     options: Options, record: journal.Record, path: Path, pack: Path, folder: Path, left: int,
     begun: float, say: Callable[[str], None],
-    verified: Callable[[tables.Table], Verified | None] = lambda table: None,
+    verified: Callable[[Sequence[tables.Table]], Verified | None] = lambda made: None,
 ) -> Outcome:  # fmt: skip
-    """Fits the costs, chooses the set, writes the table."""
+    """For each operation: fits the costs, chooses the set, writes the table."""
     header, facts = record.header, record.facts
     device = native.Device(name=header["gpu"], **header["device"])
     launch = float(f"{facts['launch_us']:.4g}")
@@ -400,39 +433,59 @@ def _conclude(
                 "no kernel was timed: every one is blocked, or the time was too short for a single "
                 "shape. Allow more with --budget"
             )
-        say(f"fitting costs to {len(rows)} timings")
-        fitted = fit_all(planner, rows, float(facts["bandwidth_gbps"]))
-        partial = bool(options.model or options.only)  # such timings do not speak for all shapes
-        dropped = [] if options.keep_all or partial else _dropped(planner, record)
-        table = _table(planner, record, fitted, dropped)
-        table = replace(table, vendor=vendor_costs(planner, table, record))
-        target = folder / table.name
-        tables.dump(table, target)
-        checked = verified(table)
+        made: list[tables.Table] = []
+        outcomes: list[Outcome] = []
+        for operation in tables.OPERATIONS:
+            own = [r for r in rows if tables.operation(planner.names[r.kernel]) == operation]
+            if not own:
+                continue
+            say(f"fitting costs of {operation} kernels to {len(own)} timings")
+            # One memory, and one head of what both tables become in a pack.
+            bandwidth = made[0].bandwidth_gbps if made else None
+            fitted = fit_all(planner, own, float(facts["bandwidth_gbps"]), bandwidth)
+            partial = bool(options.model or options.only)  # timings that do not speak for all
+            dropped = [] if options.keep_all or partial else _dropped(planner, record, operation)
+            table = _table(planner, record, fitted, dropped, operation)
+            if operation == "gemm":
+                table = replace(table, vendor=vendor_costs(planner, table, record))
+            made.append(table)
+            tables.dump(table, folder / table.name)
+            timings = {s: t for s, t in record.timings.items() if _convolves(s.group) == (
+                operation == "conv")}  # fmt: skip
+            best = [min(times, key=lambda t: t.us).name for times in timings.values() if times]
+            seen = any(t.name == VENDOR_NAME for times in timings.values() for t in times)
+            outcomes.append(
+                Outcome(
+                    gpu=device.name, table=folder / table.name, journal=path, fitted=fitted,
+                    verified=verified(made), shapes=len(timings), left=left, timings=len(own),
+                    kernels=len(table.costs), blocked=_of(operation, record.blocked),
+                    dropped=tuple(dropped),
+                    vendor_wins=best.count(VENDOR_NAME) / len(best) if seen else None,
+                    seconds=time.monotonic() - begun,
+                )
+            )  # fmt: skip
     if options.tuned_pack is not None:
-        packs.write_with_tables(pack, options.tuned_pack, [table])
+        packs.write_with_tables(pack, options.tuned_pack, made)
     if options.pack is None and options.output is None and not options.trial:
         packs.with_present_tables(pack, planner.info.sm)  # for programs without Python
-    best = [min(times, key=lambda t: t.us).name for times in record.timings.values() if times]
-    seen = any(t.name == VENDOR_NAME for _, t in journal.rows(record))
-    return Outcome(
-        gpu=device.name, table=target, journal=path, fitted=fitted,
-        verified=checked, shapes=len(record.timings), left=left, timings=len(rows),
-        kernels=len(table.costs),
-        blocked=record.blocked, dropped=tuple(dropped),
-        vendor_wins=best.count(VENDOR_NAME) / len(best) if seen else None,
-        seconds=time.monotonic() - begun,
-    )  # fmt: skip
+    return replace(outcomes[0], convolutions=outcomes[1]) if outcomes[1:] else outcomes[0]
 
 
-def _dropped(planner: Planner, record: journal.Record) -> list[str]:
+def _of(operation: str, blocked: Mapping[str, str]) -> dict[str, str]:
+    """What is blocked among an operation's kernels; the vendor's library counts as a product."""
+    return {name: why for name, why in blocked.items() if tables.operation(name) == operation}
+
+
+def _dropped(planner: Planner, record: journal.Record, operation: str) -> list[str]:
     with planner.without_table() as catalog:
-        return superfluous(catalog.kernels, record.timings.items(), record.blocked)
+        found = superfluous(catalog.kernels, record.timings.items(), record.blocked)
+    return [name for name in found if tables.operation(name) == operation]
 
 
 def _table(
-    planner: Planner, record: journal.Record, fitted: Fitted, dropped: Sequence[str]
-) -> tables.Table:
+    planner: Planner, record: journal.Record, fitted: Fitted, dropped: Sequence[str],
+    operation: str,
+) -> tables.Table:  # fmt: skip
     left_out = {*record.blocked, *dropped}
     costs = tuple(
         tables.Cost(name, *(float(f"{value:.6g}") for value in cost.tolist()))
@@ -446,5 +499,6 @@ def _table(
         launch_us=planner.launch_us, triton=planner.info.triton, cuda=header["cuda"],
         driver=header["driver"], key=planner.info.key, date=datetime.date.today().isoformat(),
         clocks=facts.get("clocks", "unknown"), costs=costs,
-        blocked=tuple(sorted(set(record.blocked) & set(planner.names))), dropped=tuple(dropped),
+        blocked=tuple(sorted(_of(operation, record.blocked).keys() & set(planner.names))),
+        dropped=tuple(dropped),
     )  # fmt: skip

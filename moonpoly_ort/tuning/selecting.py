@@ -20,32 +20,35 @@ from .. import native
 from .candidates import VENDOR_NAME
 from .measuring import Timed
 from .shapes import NUMBERS, Shape
+from .work import AnyShape
 
 MEAN_LOSS = 0.002
 WORST_LOSS = 0.03
 LEAST_SHAPES = 20  # of a class; fewer do not speak for shapes that were not measured
 
-Class = tuple[int, int, int, int]
+Class = tuple[int, ...]
 
 
 def class_of(kernel: native.KernelRecord) -> Class:
+    """Dtype, precision and layout; of a convolution's kernel, which has no layout, the former."""
+    if native.Family(kernel.family).convolves:
+        return kernel.dtype, kernel.precision
     return kernel.dtype, kernel.precision, kernel.trans_a, kernel.trans_b
 
 
 def superfluous(
     kernels: Sequence[native.KernelRecord],
-    timings: Iterable[tuple[Shape, list[Timed]]],
+    timings: Iterable[tuple[AnyShape, list[Timed]]],
     blocked: Iterable[str] = (),
 ) -> list[str]:
     """Names of kernels to leave out, sorted. `blocked` ones are neither kept nor named."""
-    usable = [
-        kernel for kernel in kernels
-        if kernel.name not in set(blocked) and not native.Family(kernel.family).convolves
-    ]  # fmt: skip
+    usable = [kernel for kernel in kernels if kernel.name not in set(blocked)]
     by_class: dict[Class, list[list[Timed]]] = defaultdict(list)
     for shape, times in timings:
         dtype, precision = NUMBERS[shape.number]
-        key = (int(dtype), int(precision), int(shape.layout[0] == "t"), int(shape.layout[1] == "t"))
+        key: Class = (int(dtype), int(precision))
+        if isinstance(shape, Shape):
+            key = (*key, int(shape.layout[0] == "t"), int(shape.layout[1] == "t"))
         by_class[key].append(times)
     dropped: list[str] = []
     for key, shapes in by_class.items():
@@ -94,6 +97,8 @@ def _eliminate(kernels: list[native.KernelRecord], shapes: list[list[Timed]]) ->
 
 def _problems(kernels: list[native.KernelRecord]) -> list[np.ndarray]:
     """Which kernels take each kind of problem, without scratch memory, where any does."""
+    if kernels and native.Family(kernels[0].family).convolves:
+        return _convolutions(kernels)
     least = 4 if kernels and kernels[0].dtype == native.Dtype.F32 else 2
     aligns = [align for align in (2, 4, 8, 16) if align >= least]
     found = []
@@ -103,6 +108,23 @@ def _problems(kernels: list[native.KernelRecord]) -> list[np.ndarray]:
             and not kernel.split_k and kernel.align_a <= a and kernel.align_b <= b
             and kernel.align_c <= c and (not matrix or bool(kernel.bias_matrix))
             and (not empty or kernel.family == native.Family.GEMM_POINTER)
+            for kernel in kernels
+        ])  # fmt: skip
+        if takes.any():
+            found.append(takes)
+    return found
+
+
+def _convolutions(kernels: list[native.KernelRecord]) -> list[np.ndarray]:
+    """The same of convolutions: each family, W packed or as it is stored, any width of a kernel."""
+    found = []
+    for family, packed in product(
+        dict.fromkeys(kernel.family for kernel in kernels), (True, False)
+    ):
+        narrow = native.Family(family) >= native.Family.CONV_DEPTHWISE
+        takes = np.array([
+            kernel.family == family and not kernel.split_k and (packed or kernel.align_a < 16)
+            and (not narrow or kernel.bk == 1)
             for kernel in kernels
         ])  # fmt: skip
         if takes.any():

@@ -7,7 +7,7 @@ from . import vendor_model
 from .candidates import VENDOR_NAME
 from .fitting import Planner
 from .journal import Record
-from .shapes import NUMBERS
+from .shapes import NUMBERS, Shape
 
 
 def vendor_costs(
@@ -22,9 +22,9 @@ def vendor_costs(
         for shape, times in record.timings.items():
             us = {(timed.name, timed.split): timed.us for timed in times}
             own = us.get((VENDOR_NAME, 1))
-            if own is None:
+            if own is None or not isinstance(shape, Shape):
                 continue
-            plan = pack.plan(planner.device, planner.problem(shape), flags=one)
+            plan = pack.plan(planner.device, shape.problem(), flags=one)
             region = plan.regions[0]
             taken = us.get((planner.names[region.kernel], region.split))
             known = taken is not None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .. import native
 from .candidates import VENDOR_NAME, Candidate, Kernels, promising
 from .measuring import Measurer
-from .shapes import Shape
+from .work import AnyShape, plan
 
 PLAIN, BATCHED = 20, 8  # shapes of a group
 TUNED, UNTUNED = "plan", "plan without a table"
@@ -90,8 +90,8 @@ def _geometric(ratios: Sequence[float]) -> float:
 
 
 def fresh(
-    groups: Mapping[tuple[str, str, bool], list[Shape]], known: Collection[Shape]
-) -> list[Shape]:
+    groups: Mapping[tuple[str, str, bool], list[AnyShape]], known: Collection[AnyShape]
+) -> list[AnyShape]:
     """Shapes that were not measured, some of each group, the groups in turn."""
     lists = []
     for (_, _, batched), offered in groups.items():
@@ -102,9 +102,9 @@ def fresh(
 
 
 def verify(
-    wanted: Sequence[Shape], measurer: Measurer, kernels: Kernels, tuned: native.Pack,
-    device: native.Device, deadline: float, fits: Callable[[Shape, list[Candidate]], bool],
-    others: Callable[[Shape], list[Candidate]], report: Callable[[int, int, str], None],
+    wanted: Sequence[AnyShape], measurer: Measurer, kernels: Kernels, tuned: native.Pack,
+    device: native.Device, deadline: float, fits: Callable[[AnyShape, list[Candidate]], bool],
+    others: Callable[[AnyShape], list[Candidate]], report: Callable[[int, int, str], None],
 ) -> Verified | None:  # fmt: skip
     """Checks shapes until the deadline (of `time.monotonic`); None where there was none.
 
@@ -120,9 +120,9 @@ def verify(
         candidates = promising(kernels.legal(problem), slowest=1.6)
         if not candidates or not fits(shape, candidates):
             continue
-        plan = tuned.plan(device, problem, flags=native.PlanFlag.NO_VENDOR)
-        plain, allowed = kernels.pack.plan(device, problem), tuned.plan(device, problem)
-        candidates += [Candidate(TUNED, -1, 0, plan), Candidate(UNTUNED, -1, 0, plain)]
+        own_plan = plan(tuned, device, problem, flags=native.PlanFlag.NO_VENDOR)
+        plain, allowed = plan(kernels.pack, device, problem), plan(tuned, device, problem)
+        candidates += [Candidate(TUNED, -1, 0, own_plan), Candidate(UNTUNED, -1, 0, plain)]
         if any(region.kernel == native.VENDOR for region in allowed.regions):
             candidates.append(Candidate(ALLOWED, -1, 0, allowed))
         times = measurer.time(shape, candidates + others(shape), always=ALWAYS)
@@ -130,7 +130,7 @@ def verify(
         own = [timed for timed in times if timed.careful and timed.name not in NOT_OURS]
         best = min(own, key=lambda timed: timed.us)
         checks.append(
-            Check(str(shape), us[TUNED], us[UNTUNED], best.us, describe(tuned, plan),
+            Check(str(shape), us[TUNED], us[UNTUNED], best.us, describe(tuned, own_plan),
                   best.name if best.split < 2 else f"{best.name}/{best.split}",
                   us.get(VENDOR_NAME), us.get(ALLOWED))
         )  # fmt: skip
@@ -138,10 +138,10 @@ def verify(
     return Verified(tuple(sorted(checks, key=lambda check: check.share))) if checks else None
 
 
-def describe(pack: native.Pack, plan: native.Plan) -> str:
+def describe(pack: native.Pack, made: native.Plan) -> str:
     """The kernels of a plan, with their K splits."""
     names = []
-    for region in plan.regions:
+    for region in made.regions:
         known = 0 <= region.kernel < len(pack.kernels)
         name = pack.kernels[region.kernel].name if known else f"kernel {region.kernel}"
         names.append(name if region.split < 2 else f"{name}/{region.split}")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from moonpoly_ort.custom_ops.kernels.kernel_list import specs
 from moonpoly_ort.custom_ops.kernels.spec import name
 
@@ -23,7 +22,6 @@ from moonpoly_ort.tuning import (
     busy,
     candidates,
     journal,
-    running,
     schedule,
     selecting,
     shapes,
@@ -333,20 +331,6 @@ class TestSelection:
             wanted = [k.name for k in kernels if k.family == always]
             assert wanted
             assert [k.name for k in kept if k.family == always] == wanted
-
-    def test_kernels_of_convolutions_are_neither_checked_nor_tried(self, tmp_path: Path) -> None:
-        path = tmp_path / "trial.mpk"
-        on_trial = compiling.catalog_kernels(90, trial=True)
-        pack_format.write_pack(path, 90, on_trial, key="0" * 64, triton="none")
-        with native.Pack(path) as pack:
-            convolving = [k for k in pack.kernels if native.Family(k.family).convolves]
-            left = candidates.Kernels(pack, devices.lookup("H200"))
-            asked = {name for entries in left._classes.values() for _, name, *_ in entries}
-            assert asked == {k.name for k in pack.kernels} - {k.name for k in convolving}
-        assert any(selecting.class_of(kernel) == (0, 0, 0, 0) for kernel in convolving)
-        groups = {("f16", "nn", False): [SHAPE]}
-        assert not any(running._concerns(kernel, groups) for kernel in convolving)
-        assert all(running._concerns(kernel, groups) for kernel in self.kernels())
 
     def test_a_kernel_that_wins_on_some_shapes_stays(self) -> None:
         kernels = self.kernels()
