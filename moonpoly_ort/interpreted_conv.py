@@ -40,6 +40,7 @@ def run_conv_region(
     w: int,
     bias: int | None,
     y: int,
+    residual: int | None,
 ) -> None:
     """Runs one region; `elements` makes tensors of host memory. Nothing beyond the operands is
     reachable.
@@ -49,11 +50,15 @@ def run_conv_region(
     outputs = conv.groups * conv.k
     images = elements(x, spec.dtype, conv.n * conv.groups * conv.c * channel)
     result = elements(y, spec.dtype, conv.n * outputs * pixels)
+    other = elements(residual, spec.dtype, len(result)) if residual and conv.residual else None
     added = elements(bias, spec.dtype, outputs) if bias and conv.bias else None
     values: dict[Param, Any] = {
         Param.CONV_X: images, Param.CONV_W: elements(w, spec.dtype, weight_elements(conv)),
         Param.CONV_Y: result, Param.CONV_BIAS: result if added is None else added,
         Param.CONV_HAS_BIAS: int(added is not None),
+        Param.PTR_RESIDUAL: elements(0, spec.dtype, 0) if other is None else other,
+        Param.ACTIVATION: conv.activation | conv.residual << 8,
+        Param.ACT_ALPHA: conv.act_alpha, Param.ACT_BETA: conv.act_beta,
         # The workspace starts as NaN: reading what no slice wrote would show.
         Param.PTR_WORKSPACE: torch.full((region.workspace_bytes // 4,), float("nan")),
         Param.PTR_COUNTERS: torch.zeros(region.counters, dtype=torch.int32),

@@ -91,13 +91,15 @@ def run_plan(
     b: int,
     bias: int | None,
     y: int,
+    residual: int | None = None,
 ) -> None:
     """Computes a planned problem on host memory.
 
     Args:
         specs: the kernels by the indices of the plan.
         problem, plan: `mp_problem` and a plan for it.
-        a, b, bias, y: addresses of the operands, laid out as `problem` says; no bias: None or 0.
+        a, b, bias, y, residual: addresses of the operands, laid out as `problem` says; no bias or
+            residual: None or 0.
 
     Raises:
         MissingDependencyError: Triton or torch is not installed.
@@ -121,7 +123,7 @@ def run_plan(
                 b = copies[-1].data_ptr()
         for region in plan.regions:
             with _naming(specs[region.kernel]):
-                _run_region(specs[region.kernel], problem, region, a, b, bias, y)
+                _run_region(specs[region.kernel], problem, region, a, b, bias, y, residual)
 
 
 @contextmanager
@@ -189,6 +191,7 @@ def run_conv_plan(
     w: int,
     bias: int | None,
     y: int,
+    residual: int | None = None,
 ) -> None:
     """Computes a planned convolution on host memory; arguments and errors as of `run_plan`."""
     torch = _torch()
@@ -196,12 +199,13 @@ def run_conv_plan(
         for region in plan.regions:
             spec = specs[region.kernel]
             with _naming(spec):
-                run_conv_region(torch, _elements, spec, conv, region, x, w, bias, y)
+                run_conv_region(torch, _elements, spec, conv, region, x, w, bias, y, residual)
 
 
 def _run_region(
-    spec: KernelSpec, p: Problem, r: Region, a: int, b: int, bias: int | None, y: int
-) -> None:
+    spec: KernelSpec, p: Problem, r: Region, a: int, b: int, bias: int | None, y: int,
+    residual: int | None,
+) -> None:  # fmt: skip
     torch = _torch()
     split, grid = r.split, r.grid
     stand_in = interpreted(spec)
@@ -216,12 +220,14 @@ def _run_region(
     b_shape = b_shape[0], _padded(b_shape[1], p.align_b, e)
     a_start = r.m0 if p.trans_a else r.m0 * p.lda
     b_start = r.n0 * p.ldb if p.trans_b else r.n0
+    def like_y(base: int) -> _Matrices:
+        start = base + (r.m0 * p.ldc + r.n0) * e
+        return _Matrices(start, spec.dtype, p.batch, r.m, r.n, p.ldc, p.c_batch_stride)
+
     operands = {
         "a": _Matrices(a + a_start * e, spec.dtype, a_entries, *a_shape, p.lda, p.a_batch_stride),
         "b": _Matrices(b + b_start * e, spec.dtype, b_entries, *b_shape, p.ldb, p.b_batch_stride),
-        "y": _Matrices(
-            y + (r.m0 * p.ldc + r.n0) * e, spec.dtype, p.batch, r.m, r.n, p.ldc, p.c_batch_stride
-        ),
+        "y": like_y(y),
     }
     bias_count = 0
     if bias and p.beta != 0:
@@ -244,6 +250,13 @@ def _run_region(
         Param.A_BATCH: p.a_batch_stride, Param.B_BATCH: p.b_batch_stride,
         Param.C_BATCH: p.c_batch_stride,
         Param.BIAS_M: p.bias_stride_m, Param.BIAS_N: p.bias_stride_n,
+        Param.PTR_RESIDUAL: (
+            like_y(residual).storage
+            if residual and p.residual
+            else _elements(0, spec.dtype, 0)
+        ),
+        Param.ACTIVATION: p.activation | p.residual << 8,
+        Param.ACT_ALPHA: p.act_alpha, Param.ACT_BETA: p.act_beta,
         Param.ORDER: 0,  # one launch after the other here
         Param.ALPHA: p.alpha, Param.BETA: p.beta if bias_count else 0.0,
     }  # fmt: skip
@@ -257,14 +270,20 @@ def _run_region(
     )
 
 
-def run(pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
+def run(
+    pack: Pack, problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int,
+    residual: int | None = None,
+) -> None:  # fmt: skip
     """`run_plan` for a plan made from an open pack or catalog."""
-    run_plan(_specs(pack, plan), problem, plan, a, b, bias, y)
+    run_plan(_specs(pack, plan), problem, plan, a, b, bias, y, residual)
 
 
-def run_conv(pack: Pack, conv: Conv, plan: Plan, x: int, w: int, bias: int | None, y: int) -> None:
+def run_conv(
+    pack: Pack, conv: Conv, plan: Plan, x: int, w: int, bias: int | None, y: int,
+    residual: int | None = None,
+) -> None:  # fmt: skip
     """`run_conv_plan` for a plan made from an open pack or catalog."""
-    run_conv_plan(_specs(pack, plan), conv, plan, x, w, bias, y)
+    run_conv_plan(_specs(pack, plan), conv, plan, x, w, bias, y, residual)
 
 
 def _specs(pack: Pack, plan: Plan) -> dict[int, KernelSpec]:
@@ -286,10 +305,14 @@ def install(pack: str | os.PathLike[str] | None = None) -> None:
     kernels = pack_format.read_pack(pack or packs.catalog(90)).kernels
     specs = [kernel.spec for kernel in kernels]
 
-    def interpret(problem: Problem, plan: Plan, a: int, b: int, bias: int | None, y: int) -> None:
-        run_plan(specs, problem, plan, a, b, bias, y)
+    def interpret(
+        problem: Problem, plan: Plan, a: int, b: int, bias: int | None, residual: int | None, y: int
+    ) -> None:
+        run_plan(specs, problem, plan, a, b, bias, y, residual)
 
-    def convolve(conv: Conv, plan: Plan, x: int, w: int, bias: int | None, y: int) -> None:
-        run_conv_plan(specs, conv, plan, x, w, bias, y)
+    def convolve(
+        conv: Conv, plan: Plan, x: int, w: int, bias: int | None, residual: int | None, y: int
+    ) -> None:
+        run_conv_plan(specs, conv, plan, x, w, bias, y, residual)
 
     native.set_interpreter(interpret, convolve)

@@ -30,6 +30,7 @@ from .native_structs import (
     MAX_REGIONS,
     STRUCTS,
     VENDOR,
+    Activation,
     AutoPad,
     Bias,
     Conv,
@@ -47,6 +48,7 @@ from .native_structs import (
     Precision,
     Problem,
     Region,
+    Residual,
     Stats,
     Table,
     VendorCost,
@@ -58,6 +60,7 @@ __all__ = [
     "MAX_REGIONS",
     "STRUCTS",
     "VENDOR",
+    "Activation",
     "AutoPad",
     "Bias",
     "Conv",
@@ -80,6 +83,7 @@ __all__ = [
     "Precision",
     "Problem",
     "Region",
+    "Residual",
     "Stats",
     "Table",
     "VendorCost",
@@ -97,21 +101,21 @@ __all__ = [
     "stats",
 ]
 
-API_VERSION = 2
+API_VERSION = 3
 _InterpretFn = ctypes.CFUNCTYPE(
     c_int32, ctypes.POINTER(Problem), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
-    ctypes.POINTER(c_char), c_int32,
+    c_void_p, ctypes.POINTER(c_char), c_int32,
 )  # fmt: skip
 
 _InterpretConvFn = ctypes.CFUNCTYPE(
     c_int32, ctypes.POINTER(Conv), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
-    ctypes.POINTER(c_char), c_int32,
+    c_void_p, ctypes.POINTER(c_char), c_int32,
 )  # fmt: skip
 
-# The same for a convolution: (conv, plan, addresses of X, W, bias or None, Y).
-ConvInterpreter = Callable[[Conv, Plan, int, int, int | None, int], None]
-# One launch of the interpreter: (problem, plan, addresses of A, B, bias or None, Y).
-Interpreter = Callable[[Problem, Plan, int, int, int | None, int], None]
+# The same for a convolution: (conv, plan, addresses of X, W, bias or None, R or None, Y).
+ConvInterpreter = Callable[[Conv, Plan, int, int, int | None, int | None, int], None]
+# One launch of the interpreter: (problem, plan, addresses of A, B, bias or None, R or None, Y).
+Interpreter = Callable[[Problem, Plan, int, int, int | None, int | None, int], None]
 
 _ERRORS: dict[int, type[MoonPolyError]] = {
     1: ProblemError,
@@ -172,7 +176,7 @@ def _library() -> ctypes.CDLL:
         ),
         "mp_launcher_create": (c_int32, [c_void_p, c_int32, pointer(c_void_p)]),
         "mp_launcher_destroy": (None, [c_void_p]),
-        "mp_launch": (c_int32, [c_void_p, pointer(Problem), pointer(Plan), *[c_void_p] * 7]),
+        "mp_launch": (c_int32, [c_void_p, pointer(Problem), pointer(Plan), *[c_void_p] * 8]),
         "mp_repacked_problem": (
             c_int32,
             [c_void_p, pointer(Problem), pointer(Problem), pointer(c_int64)],
@@ -194,7 +198,7 @@ def _library() -> ctypes.CDLL:
             c_int32,
             [c_void_p, pointer(Device), pointer(Conv), *[c_int32] * 3, pointer(Plan)],
         ),
-        "mp_launch_conv": (c_int32, [c_void_p, pointer(Conv), pointer(Plan), *[c_void_p] * 7]),
+        "mp_launch_conv": (c_int32, [c_void_p, pointer(Conv), pointer(Plan), *[c_void_p] * 8]),
         "mp_matmul_problem": (
             c_int32,
             [c_int32, c_int32, *[c_int32, shape] * 2, pointer(Problem), shape],
@@ -362,6 +366,7 @@ class Launcher(_Owner):
         b: int,
         y: int,
         bias: int | None = None,
+        residual: int | None = None,
         workspace: int | None = None,
         counters: int | None = None,
         stream: int | None = None,
@@ -369,8 +374,8 @@ class Launcher(_Owner):
         """Enqueues the plan, without waiting. `counters` are zeroed int32 and are left zero."""
         _check(
             _library().mp_launch(
-                self._handle, ctypes.byref(problem), ctypes.byref(plan), a, b, bias, y, workspace,
-                counters, stream,
+                self._handle, ctypes.byref(problem), ctypes.byref(plan), a, b, bias, residual, y,
+                workspace, counters, stream,
             )
         )  # fmt: skip
 
@@ -389,6 +394,7 @@ class Launcher(_Owner):
         w: int,
         y: int,
         bias: int | None = None,
+        residual: int | None = None,
         workspace: int | None = None,
         counters: int | None = None,
         stream: int | None = None,
@@ -396,8 +402,8 @@ class Launcher(_Owner):
         """Enqueues the plan of a convolution, as `launch`."""
         _check(
             _library().mp_launch_conv(
-                self._handle, ctypes.byref(conv), ctypes.byref(plan), x, w, bias, y, workspace,
-                counters, stream,
+                self._handle, ctypes.byref(conv), ctypes.byref(plan), x, w, bias, residual, y,
+                workspace, counters, stream,
             )
         )  # fmt: skip
 
@@ -556,12 +562,13 @@ def _install(setter: str, kind: Any, function: Callable[..., None] | None) -> No
         first: int,
         second: int,
         bias: int | None,
+        residual: int | None,
         y: int,
         error: ctypes._Pointer[c_char],
         error_bytes: int,
     ) -> int:
         try:
-            function(problem.contents, plan.contents, first, second, bias, y)
+            function(problem.contents, plan.contents, first, second, bias, residual, y)
         except Exception as caught:
             text = f"{type(caught).__name__}: {caught}".encode()[: error_bytes - 1]
             ctypes.memmove(error, text + b"\0", len(text) + 1)

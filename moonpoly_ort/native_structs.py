@@ -36,6 +36,34 @@ class Bias(IntEnum):
     MATRIX = 2
 
 
+class Activation(IntEnum):
+    """`mp_activation`: what becomes of a result, with the numbers alpha and beta."""
+
+    NONE = 0
+    RELU = 1
+    LEAKY_RELU = 2
+    CLIP = 3
+    SIGMOID = 4
+    TANH = 5
+    HARD_SIGMOID = 6
+    HARD_SWISH = 7
+    GELU = 8
+    GELU_TANH = 9
+    QUICK_GELU = 10
+    SILU = 11
+
+
+class Residual(IntEnum):
+    """`mp_residual`: a tensor R of Y's shape, added before or after the activation, or multiplied
+    with its result.
+    """
+
+    NONE = 0
+    BEFORE = 1
+    AFTER = 2
+    MULTIPLIED = 3
+
+
 class Family(IntEnum):
     GEMM_TMA = 0
     GEMM_POINTER = 1
@@ -85,9 +113,15 @@ class _Struct(ctypes.Structure):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+_EPILOGUE = [
+    *((name, c_int32) for name in ("activation", "residual")),
+    *((name, c_float) for name in ("act_alpha", "act_beta")),
+]
+
+
 class Problem(_Struct):
-    """`mp_problem`: Y[z] = alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C, a(z) = z // a_div % a_mod
-    and b alike. Sizes and strides count elements, alignments bytes.
+    """`mp_problem`: Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C), a(z) = z // a_div % a_mod
+    and b alike, and R[z] as `residual` says. Sizes and strides count elements, alignments bytes.
     """
 
     _fields_ = [
@@ -100,6 +134,7 @@ class Problem(_Struct):
         ("bias_stride_n", c_int64),
         ("alpha", c_float),
         ("beta", c_float),
+        *_EPILOGUE,
     ]
 
 
@@ -114,6 +149,7 @@ class Conv(_Struct):
         *((name, c_int64 * 3) for name in ("inputs", "out", "kernel", "stride", "dilation", "pad")),
         *((name, c_int64) for name in ("w_g", "w_k", "w_c", "w_h", "w_w")),
         ("w_taps", c_int32),
+        *_EPILOGUE,
         ("reserved", c_int32),
     ]
 

@@ -39,17 +39,23 @@ from .spec import (
 
 TRITON_MINOR = "3.9"
 SOURCES = {
-    "gemm_tma": ("tiles.py", "gemm_tma.py"),
-    "gemm_pointer": ("tiles.py", "gemm_pointer.py"),
-    "gemm_dot": ("tiles.py", "gemm_dot.py"),
-    "gemm_shallow": ("tiles.py", "gemm_shallow.py"),
-    "gemv": ("tiles.py", "gemv.py"),
-    "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py"),
-    "gemm_tma_masked": ("tiles.py", "gemm_tma.py", "gemm_tma_masked.py"),
-    "copy_padded": ("tiles.py", "copy_padded.py"),
-    "gemm_ws_x3": ("gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py"),
-    "conv": ("tiles.py", "conv.py", "conv_compiling.py"),
-    "conv_depthwise": ("tiles.py", "conv.py", "conv_depthwise.py", "conv_compiling.py"),
+    "gemm_tma": ("tiles.py", "activations.py", "gemm_tma.py"),
+    "gemm_pointer": ("tiles.py", "activations.py", "gemm_pointer.py"),
+    "gemm_dot": ("tiles.py", "activations.py", "gemm_dot.py"),
+    "gemm_shallow": ("tiles.py", "activations.py", "gemm_shallow.py"),
+    "gemv": ("tiles.py", "activations.py", "gemv.py"),
+    "gemm_ws": (
+        "gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py", "activations.py"
+    ),
+    "gemm_tma_masked": ("tiles.py", "activations.py", "gemm_tma.py", "gemm_tma_masked.py"),
+    "copy_padded": ("tiles.py", "activations.py", "copy_padded.py"),
+    "gemm_ws_x3": (
+        "gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py", "activations.py"
+    ),
+    "conv": ("tiles.py", "activations.py", "conv.py", "conv_compiling.py"),
+    "conv_depthwise": (
+        "tiles.py", "activations.py", "conv.py", "conv_depthwise.py", "conv_compiling.py"
+    ),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
 
@@ -114,13 +120,15 @@ def _signature(spec: KernelSpec) -> dict[str, str]:
             box = boxes[param]
             layout = f",{_shared_layout(spec.dtype, box)}" if spec.family is Family.GEMM_WS else ""
             return f"tensordesc<{element}[1, {box[0]}, {box[1]}]{layout}>"
-        if param in (Param.PTR_A, Param.PTR_B, Param.PTR_Y, Param.PTR_BIAS):
+        if param in (
+            Param.PTR_A, Param.PTR_B, Param.PTR_Y, Param.PTR_BIAS, Param.PTR_RESIDUAL
+        ):  # fmt: skip
             return f"*{element}"
         if param is Param.PTR_WORKSPACE:
             return "*fp32"
         if param is Param.PTR_COUNTERS:
             return "*i32"
-        if param in (Param.ALPHA, Param.BETA):
+        if param in (Param.ALPHA, Param.BETA, Param.ACT_ALPHA, Param.ACT_BETA):
             return "fp32"
         return "i64" if Param.LDA <= param <= Param.BIAS_N else "i32"
 
@@ -163,10 +171,12 @@ def _divisors(spec: KernelSpec) -> dict[str, int]:
     if spec.family is Family.COPY_PADDED:
         return {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
     divisors = {"workspace": 16} if "workspace" in PARAMETERS[spec.source] else {}
-    if spec.source == "gemm_ws":
-        return divisors | {"y": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
+    if "Y" in spec.family.maps:
+        divisors |= {"residual": 16, "ldc": 16 // e, "c_batch": 16 // e, "N": 16 // e}
+        return divisors | ({} if spec.tf32x3 and spec.persistent else {"y": 16})
     if spec.family.tensor_maps:
         return divisors
+    divisors["residual"] = spec.align_c
     for pointer, pitch, batch, length, align in (
         ("a", "lda", "a_batch", "M" if spec.trans_a else "K", spec.align_a),
         ("b", "ldb", "b_batch", "K" if spec.trans_b else "N", spec.align_b),

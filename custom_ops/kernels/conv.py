@@ -19,6 +19,7 @@ pixels before it multiplies.
 import triton
 import triton.language as tl
 
+from .activations import store_finished
 from .tiles import ceil_div, locate, multiply, slice_of, sum_slices
 
 
@@ -76,10 +77,11 @@ def conv(
     x, w, y, bias, workspace, counters, M, N, C, split, groups, z0, has_bias,
     in_d, in_h, in_w, out_h, out_w, kernel_d, kernel_h, kernel_w, stride_d, stride_h, stride_w,
     dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel, w_g, w_k, w_c, w_h, w_w,
+    residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TAPS: tl.constexpr, TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, PREFETCH: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNIT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
@@ -176,6 +178,12 @@ def conv(
         tile = tl.trans(acc) if SWAP else acc
         added = tl.load(bias + offs_m, mask=offs_m < M * has_bias, other=0.0)
         tile += added.to(tl.float32)[:, None]
-        y_tile = y + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-        inside = (offs_m < M)[:, None] & pixel_in[None, :]
-        tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
+        if activation == 0:
+            y_tile = y + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+            inside = (offs_m < M)[:, None] & pixel_in[None, :]
+            tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
+        else:
+            residual += z.to(tl.int64) * M * N
+            store_finished(
+                tile, y, residual, m, n, M, N, N, activation, act_alpha, act_beta, CHUNKS
+            )

@@ -14,12 +14,14 @@ def signature(spec: KernelSpec, element: str) -> dict[str, str]:
     """The type of each run-time argument; `element` is Triton's name for the kernel's dtype."""
 
     def type_of(param: Param) -> str:
-        if Param.CONV_X <= param <= Param.CONV_BIAS:
+        if Param.CONV_X <= param <= Param.CONV_BIAS or param is Param.PTR_RESIDUAL:
             return f"*{element}"
         if param is Param.PTR_WORKSPACE:
             return "*fp32"
         if param is Param.PTR_COUNTERS:
             return "*i32"
+        if param in (Param.ACT_ALPHA, Param.ACT_BETA):
+            return "fp32"
         return "i64" if param >= Param.CONV_CHANNEL else "i32"
 
     return {argument: type_of(param) for argument, param in PARAMETERS[spec.source].items()}
@@ -30,7 +32,7 @@ def divisors(spec: KernelSpec) -> dict[str, int]:
     of.
     """
     e = spec.dtype.bytes
-    found = {"x": e, "w": spec.align_a, "y": e, "bias": e}
+    found = {"x": e, "w": spec.align_a, "y": e, "bias": e, "residual": e}
     if spec.family.depthwise:
         return found
     if spec.align_a == 16:

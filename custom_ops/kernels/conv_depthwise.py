@@ -9,6 +9,7 @@ unrolled there, so that the loads of a row are in flight together.
 import triton
 import triton.language as tl
 
+from .activations import finish
 from .conv import input_at
 from .tiles import locate
 
@@ -30,6 +31,7 @@ def conv_depthwise(
     x, w, y, bias, M, N, multiplier, z0, has_bias,
     in_d, in_h, in_w, out_h, out_w, kernel_d, kernel_h, kernel_w, stride_d, stride_h, stride_w,
     dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel, w_g, w_k, w_h, w_w,
+    residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, TRANSPOSED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -68,6 +70,8 @@ def conv_depthwise(
             w_rows += w_h
 
     acc += tl.load(bias + row, mask=row < M * has_bias, other=0.0).to(tl.float32)[:, None]
-    y_tile = y + (z.to(tl.int64) * M + offs_m)[:, None] * N + offs_n[None, :]
+    at = (z.to(tl.int64) * M + offs_m)[:, None] * N + offs_n[None, :]
     inside = (offs_m < M)[:, None] & pixel_in[None, :]
-    tl.store(y_tile, acc.to(y.dtype.element_ty), mask=inside)
+    if activation != 0:
+        acc = finish(acc, residual + at, inside, activation, act_alpha, act_beta)
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=inside)

@@ -9,6 +9,7 @@ is what limits such a product.
 import triton
 import triton.language as tl
 
+from .activations import finish
 from .tiles import IN_ORDER, await_previous_kernel, epilogue, locate
 
 
@@ -16,6 +17,7 @@ from .tiles import IN_ORDER, await_previous_kernel, epilogue, locate
 def gemm_dot(
     a, b, y, bias, M, N, K, a_div, a_mod, b_div, b_mod, z0,
     lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     STAGES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
@@ -44,9 +46,8 @@ def gemm_dot(
     tile = epilogue(
         total, bias, offs_m, offs_n, M, N, bias_stride_m, bias_stride_n, alpha, beta, False, True
     )
-    y_tile = (
-        y + z.to(tl.int64) * c_batch + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
-    )  # fmt: skip
-    tl.store(
-        y_tile, tile.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :]
-    )
+    at = z.to(tl.int64) * c_batch + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    if activation != 0:
+        tile = finish(tile, residual + at, inside, activation, act_alpha, act_beta)
+    tl.store(y + at, tile.to(y.dtype.element_ty), mask=inside)

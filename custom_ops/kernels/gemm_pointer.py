@@ -10,6 +10,7 @@ wide. K tails are masked in both operands: 0 * NaN would leak.
 import triton
 import triton.language as tl
 
+from .activations import store_finished
 from .tiles import (
     IN_ORDER,
     await_previous_kernel,
@@ -74,10 +75,11 @@ def sum_of_products(
 def gemm_pointer(
     a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
     lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
-    AT_ONCE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    AT_ONCE: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
@@ -110,6 +112,12 @@ def gemm_pointer(
             acc, bias, offs_m, offs_n, M, N,
             bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX,
         )  # fmt: skip
-        y_tile = y + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
-        inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
+        if activation == 0:
+            y_tile = y + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+            inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+            tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
+        else:
+            residual += z.to(tl.int64) * c_batch
+            store_finished(
+                tile, y, residual, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS
+            )

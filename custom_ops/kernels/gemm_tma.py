@@ -9,6 +9,7 @@ never reads the next batch entry. Small M is served by SWAP, which puts the colu
 import triton
 import triton.language as tl
 
+from .activations import store_finished
 from .tiles import (
     await_joined_kernel,
     await_previous_kernel,
@@ -46,12 +47,13 @@ def sum_of_products(
 
 @triton.jit
 def gemm_tma(
-    a_desc, b_desc, y_desc, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod,
-    z0, order, bias_stride_m, bias_stride_n, alpha, beta,
+    a_desc, b_desc, y_desc, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod,
+    z0, order, ldc, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
-    AT_ONCE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    AT_ONCE: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
@@ -82,5 +84,12 @@ def gemm_tma(
             acc, bias, m + tl.arange(0, BM), n + tl.arange(0, BN), M, N,
             bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX,
         )  # fmt: skip
-        y_desc.store([z, m, n], tile.to(y_desc.dtype).reshape(1, BM, BN))
+        if activation == 0:
+            y_desc.store([z, m, n], tile.to(y_desc.dtype).reshape(1, BM, BN))
+        else:
+            entry = z.to(tl.int64) * c_batch
+            store_finished(
+                tile, y + entry, residual + entry, m, n, M, N, ldc, activation, act_alpha,
+                act_beta, CHUNKS,
+            )  # fmt: skip
     await_joined_kernel(order, DEPENDENT_LAUNCH)

@@ -8,6 +8,7 @@ little beside a K loop of any length.
 import triton
 import triton.language as tl
 
+from .activations import store_finished
 from .gemm_tma import sum_of_products
 from .tiles import (
     await_joined_kernel,
@@ -23,10 +24,11 @@ from .tiles import (
 def gemm_tma_masked(
     a_desc, b_desc, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod,
     z0, order, ldc, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,
     BIAS_MATRIX: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
-    AT_ONCE: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    AT_ONCE: tl.constexpr, CHUNKS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
@@ -52,8 +54,14 @@ def gemm_tma_masked(
             acc, bias, offs_m, offs_n, M, N,
             bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX,
         )  # fmt: skip
-        y += z.to(tl.int64) * c_batch
-        y_tile = y + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
-        inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
+        entry = z.to(tl.int64) * c_batch
+        y += entry
+        if activation == 0:
+            y_tile = y + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+            inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+            tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
+        else:
+            store_finished(
+                tile, y, residual + entry, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS
+            )
     await_joined_kernel(order, DEPENDENT_LAUNCH)

@@ -102,7 +102,7 @@ def produce(a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
 @gluon.jit
 def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empty,
             bias, workspace, counters, M, N, K, tiles, z0, bias_stride_m, bias_stride_n,
-            alpha, beta, GROUP: gl.constexpr,
+            alpha, beta, after, GROUP: gl.constexpr,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
             CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -169,7 +169,7 @@ def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empt
             if ready:
                 store_share(partials, run, stride, parts, y, bias, z + z0, m + GROUP * ROWS, n,
                             M, N, ldc, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
-                            ROWS, BN)  # fmt: skip
+                            after, ROWS, BN)  # fmt: skip
                 if present:
                     leave(counters + slot, parts)
         elif STREAM_K and stop < steps:
@@ -181,11 +181,11 @@ def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empt
                 wait_for(counters, helper, block, GROUP, CONSUMERS)
             store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block,
                        z + z0, m + GROUP * ROWS, n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
-                       0, GROUP, CONSUMERS, STREAM_K)  # fmt: skip
+                       after, 0, GROUP, CONSUMERS, STREAM_K)  # fmt: skip
             if REST > 0:
                 store_tile(rest, y_desc, y_tiles, bias, workspace, helper, block,
                            z + z0, m + GROUP * ROWS, n + LOW, M, N, bias_stride_m, bias_stride_n,
-                           alpha, beta, LOW // y_desc.block_shape[2],
+                           alpha, beta, after, LOW // y_desc.block_shape[2],
                            GROUP, CONSUMERS, STREAM_K)  # fmt: skip
     tma.store_wait(0)
 
@@ -193,6 +193,7 @@ def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empt
 @gluon.jit
 def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, M, N, K,
             a_div, a_mod, b_div, b_mod, z0, batch, bias_stride_m, bias_stride_n, alpha, beta,
+            residual, activation, act_alpha, act_beta,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
             CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
@@ -226,6 +227,7 @@ def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, 
         gdc_launch_dependents()
 
     tiles = ceil_div(M, BM) * ceil_div(N, BN) * batch
+    after = (residual, ldc, c_batch, activation, act_alpha, act_beta)
     # The last numbers are registers a thread: the loading warpgroup hands some to the consumers. It
     # is a whole warpgroup, though one thread of it does the work: all four warps must execute the
     # same setmaxnreg, and the padding that the compiler adds to a single warp has another one.
@@ -233,7 +235,7 @@ def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, 
         gl.warp_specialize(
             [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
                         empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
                         DEPENDENT_LAUNCH, SLICED)),
              (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
@@ -245,12 +247,12 @@ def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, 
         gl.warp_specialize(
             [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
                         empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
                         DEPENDENT_LAUNCH, SLICED)),
              (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
                         empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        bias_stride_m, bias_stride_n, alpha, beta, after, 1,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
                         DEPENDENT_LAUNCH, SLICED)),
              (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
@@ -262,17 +264,17 @@ def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, 
         gl.warp_specialize(
             [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
                         empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 0,
+                        bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
                         DEPENDENT_LAUNCH, SLICED)),
              (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
                         empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 1,
+                        bias_stride_m, bias_stride_n, alpha, beta, after, 1,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
                         DEPENDENT_LAUNCH, SLICED)),
              (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
                         empty, bias, workspace, counters, M, N, K, tiles, z0,
-                        bias_stride_m, bias_stride_n, alpha, beta, 2,
+                        bias_stride_m, bias_stride_n, alpha, beta, after, 2,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
                         DEPENDENT_LAUNCH, SLICED)),
              (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,

@@ -98,7 +98,7 @@ def multiply_tiles(left, right, y_desc, left_ring, right_ring, low_ring, y_tiles
                    empty, bias, workspace, counters, M, N, K, tiles,
                    left_div, left_mod, right_div, right_mod, z0,
                    left_pitch, right_pitch, left_batch, right_batch,
-                   bias_stride_m, bias_stride_n, alpha, beta, GROUP: gl.constexpr,
+                   bias_stride_m, bias_stride_n, alpha, beta, after, GROUP: gl.constexpr,
                    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
                    SWAP: gl.constexpr, STREAM_K: gl.constexpr, CONSUMERS: gl.constexpr,
                    STAGES: gl.constexpr):  # fmt: skip
@@ -161,11 +161,11 @@ def multiply_tiles(left, right, y_desc, left_ring, right_ring, low_ring, y_tiles
                 wait_for(counters, helper, block, GROUP, CONSUMERS)
             if SWAP:
                 store_transposed(acc, y_desc, y_tiles, bias, workspace, helper, block, z + z0, m, n,
-                                 M, N, bias_stride_m, bias_stride_n, alpha, beta,
+                                 M, N, bias_stride_m, bias_stride_n, alpha, beta, after,
                                  GROUP, CONSUMERS, STREAM_K)  # fmt: skip
             else:
                 store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z + z0, m, n,
-                           M, N, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                           M, N, bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                            GROUP, CONSUMERS, STREAM_K)  # fmt: skip
     tma.store_wait(0)
 
@@ -197,23 +197,25 @@ def without_splitting(acc, left, right, rows, columns, first, last, left_row, le
 
 @gluon.jit
 def gemm_ws_x3(a_desc, b_desc, y_desc, a, b, bias, workspace, counters, M, N, K,
-               a_div, a_mod, b_div, b_mod, z0, batch, lda, ldb, a_batch, b_batch,
+               a_div, a_mod, b_div, b_mod, z0, batch, lda, ldb, a_batch, b_batch, ldc, c_batch,
                bias_stride_m, bias_stride_n, alpha, beta,
+               residual, activation, act_alpha, act_beta,
                BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
                TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, SWAP: gl.constexpr,
                STREAM_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     gl.static_assert(not TRANS_A and TRANS_B != SWAP and CONSUMERS == 2)
+    after = (residual, ldc, c_batch, activation, act_alpha, act_beta)
     if SWAP:
         both_consumers_and_helpers(
             b_desc, a_desc, y_desc, b, a, bias, workspace, counters, M, N, K, b_div, b_mod, a_div,
             a_mod, z0, batch, ldb, lda, b_batch, a_batch, bias_stride_m, bias_stride_n, alpha, beta,
-            BM, BN, BK, GROUP_M, SWAP, STREAM_K, CONSUMERS, STAGES,
+            after, BM, BN, BK, GROUP_M, SWAP, STREAM_K, CONSUMERS, STAGES,
         )  # fmt: skip
     else:
         both_consumers_and_helpers(
             a_desc, b_desc, y_desc, a, b, bias, workspace, counters, M, N, K, a_div, a_mod, b_div,
             b_mod, z0, batch, lda, ldb, a_batch, b_batch, bias_stride_m, bias_stride_n, alpha, beta,
-            BM, BN, BK, GROUP_M, SWAP, STREAM_K, CONSUMERS, STAGES,
+            after, BM, BN, BK, GROUP_M, SWAP, STREAM_K, CONSUMERS, STAGES,
         )  # fmt: skip
 
 
@@ -221,7 +223,7 @@ def gemm_ws_x3(a_desc, b_desc, y_desc, a, b, bias, workspace, counters, M, N, K,
 def both_consumers_and_helpers(
         left_desc, right_desc, y_desc, left, right, bias, workspace, counters, M, N, K,
         left_div, left_mod, right_div, right_mod, z0, batch, left_pitch, right_pitch,
-        left_batch, right_batch, bias_stride_m, bias_stride_n, alpha, beta,
+        left_batch, right_batch, bias_stride_m, bias_stride_n, alpha, beta, after,
         BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
         SWAP: gl.constexpr, STREAM_K: gl.constexpr, CONSUMERS: gl.constexpr,
         STAGES: gl.constexpr):  # fmt: skip
@@ -254,12 +256,12 @@ def both_consumers_and_helpers(
         [(multiply_tiles, (left, right, y_desc, left_ring, right_ring, low_ring, y_tiles, full,
                            ready, empty, bias, workspace, counters, M, N, K, tiles, left_div,
                            left_mod, right_div, right_mod, z0, left_pitch, right_pitch, left_batch,
-                           right_batch, bias_stride_m, bias_stride_n, alpha, beta, 0,
+                           right_batch, bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                            BM, BN, BK, GROUP_M, SWAP, STREAM_K, CONSUMERS, STAGES)),
          (multiply_tiles, (left, right, y_desc, left_ring, right_ring, low_ring, y_tiles, full,
                            ready, empty, bias, workspace, counters, M, N, K, tiles, left_div,
                            left_mod, right_div, right_mod, z0, left_pitch, right_pitch, left_batch,
-                           right_batch, bias_stride_m, bias_stride_n, alpha, beta, 1,
+                           right_batch, bias_stride_m, bias_stride_n, alpha, beta, after, 1,
                            BM, BN, BK, GROUP_M, SWAP, STREAM_K, CONSUMERS, STAGES)),
          (split_tiles, (right_ring, low_ring, full, ready, K, tiles, BM if SWAP else BN, BK,
                         STREAM_K, STAGES)),

@@ -9,6 +9,7 @@ column have is added up once, at the end of K. Sums are exact fp32 sums of fp32 
 import triton
 import triton.language as tl
 
+from .activations import finish
 from .tiles import IN_ORDER, await_previous_kernel, epilogue, locate, slice_of, sum_slices
 
 
@@ -16,6 +17,7 @@ from .tiles import IN_ORDER, await_previous_kernel, epilogue, locate, slice_of, 
 def gemv(
     a, b, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod, z0,
     lda, ldb, ldc, a_batch, b_batch, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     STAGES: tl.constexpr, SPLIT_K: tl.constexpr, AT_ONCE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -52,9 +54,8 @@ def gemv(
             total, bias, offs_m, offs_n, M, N,
             bias_stride_m, bias_stride_n, alpha, beta, False, True,
         )  # fmt: skip
-        y_tile = (
-            y + z.to(tl.int64) * c_batch + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
-        )  # fmt: skip
-        tl.store(
-            y_tile, tile.to(y.dtype.element_ty), mask=(offs_m < M)[:, None] & (offs_n < N)[None, :]
-        )
+        at = z.to(tl.int64) * c_batch + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+        inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        if activation != 0:
+            tile = finish(tile, residual + at, inside, activation, act_alpha, act_beta)
+        tl.store(y + at, tile.to(y.dtype.element_ty), mask=inside)

@@ -81,7 +81,7 @@ def constants(
     common |= {
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,
         "PRECISION": "tf32x3" if spec.tf32x3 else str(spec.precision), "ROUND": rounded,
-        "AT_ONCE": spec.slices_at_once,
+        "AT_ONCE": spec.slices_at_once, "CHUNKS": spec.chunks,
     }  # fmt: skip
     return common | early
 
@@ -97,5 +97,5 @@ def _conv_constants(spec: KernelSpec, rounded: str) -> dict[str, Any]:
         "TAPS": taps(spec.family), "TRANSPOSED": is_transposed(spec.family),
         "PACKED": spec.align_a == 16, "PREFETCH": spec.dtype is not Dtype.F32,
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "PRECISION": str(spec.precision),
-        "ROUND": rounded, "UNIT": 16 // spec.dtype.bytes,
+        "ROUND": rounded, "UNIT": 16 // spec.dtype.bytes, "CHUNKS": spec.chunks,
     }  # fmt: skip

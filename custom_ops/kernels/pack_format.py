@@ -28,7 +28,7 @@ Code = TypeVar("Code")
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 MAGIC = b"MOONPACK"
-VERSION = 3
+VERSION = 4
 CUBIN_ALIGNMENT = 64
 
 
@@ -46,6 +46,7 @@ class Param(IntEnum):
     NULL = 29
     BATCH = 30
     ORDER = 31
+    PTR_RESIDUAL, ACTIVATION, ACT_ALPHA, ACT_BETA = 32, 33, 34, 35
     CONV_X, CONV_W, CONV_Y, CONV_BIAS = 64, 65, 66, 67
     CONV_C, CONV_K, CONV_GROUPS, CONV_HAS_BIAS = 68, 69, 70, 71
     CONV_IN_D, CONV_IN_H, CONV_IN_W, CONV_OUT_H, CONV_OUT_W = 72, 73, 74, 75, 76

@@ -28,8 +28,14 @@ _EPILOGUE = {
     "bias_stride_m": Param.BIAS_M, "bias_stride_n": Param.BIAS_N,
     "alpha": Param.ALPHA, "beta": Param.BETA,
 }  # fmt: skip
+_FINISH = {
+    "residual": Param.PTR_RESIDUAL, "activation": Param.ACTIVATION,
+    "act_alpha": Param.ACT_ALPHA, "act_beta": Param.ACT_BETA,
+}  # fmt: skip
+_EPILOGUE |= _FINISH
+_LIKE_Y = {"ldc": Param.LDC, "c_batch": Param.C_BATCH}  # R is addressed as Y
 _DESCRIPTORS = {"a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y_desc": Param.DESC_Y}
-_RESULT = {"y": Param.PTR_Y, "ldc": Param.LDC, "c_batch": Param.C_BATCH}
+_RESULT = {"y": Param.PTR_Y, **_LIKE_Y}
 _POINTERS = {"a": Param.PTR_A, "b": Param.PTR_B, "y": Param.PTR_Y}
 # Of the operands themselves: where NaN shows, products are computed again from them.
 _OPERANDS = {"a": Param.PTR_A, "b": Param.PTR_B}
@@ -38,7 +44,7 @@ _OPERAND_PITCHES = {
 }  # fmt: skip
 # By the kernels' names, see `KernelSpec.source`.
 PARAMETERS: dict[str, dict[str, Param]] = {
-    "gemm_tma": {**_DESCRIPTORS, **_COMMON, "order": Param.ORDER, **_EPILOGUE},
+    "gemm_tma": {**_DESCRIPTORS, "y": Param.PTR_Y, **_COMMON, "order": Param.ORDER, **_LIKE_Y, **_EPILOGUE},
     "gemm_pointer": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
     "gemm_dot": {**_POINTERS, **_UNSPLIT, **_PITCHES, **_EPILOGUE},
     "gemm_shallow": {**_POINTERS, **_UNSPLIT, **_PITCHES, **_EPILOGUE},
@@ -46,14 +52,15 @@ PARAMETERS: dict[str, dict[str, Param]] = {
     "gemm_ws": {**_DESCRIPTORS, **_RESULT, **_PERSISTENT, **_EPILOGUE},
     "gemm_tma_masked": {
         "a_desc": Param.DESC_A, "b_desc": Param.DESC_B, "y": Param.PTR_Y, **_COMMON,
-        "order": Param.ORDER, "ldc": Param.LDC, "c_batch": Param.C_BATCH, **_EPILOGUE,
+        "order": Param.ORDER, **_LIKE_Y, **_EPILOGUE,
     },
     "copy_padded": {
         "a": Param.PTR_A, "y": Param.PTR_Y, "M": Param.M, "N": Param.N, "K": Param.K,
         "lda": Param.LDA, "ldc": Param.LDC, "a_batch": Param.A_BATCH, "c_batch": Param.C_BATCH,
     },
     "gemm_ws_x3": {
-        **_DESCRIPTORS, **_OPERANDS, **_PERSISTENT, **_OPERAND_PITCHES, **_EPILOGUE,
+        **_DESCRIPTORS, **_OPERANDS, **_PERSISTENT, **_OPERAND_PITCHES, **_LIKE_Y,
+        **_EPILOGUE,
     },
 }  # fmt: skip
 
@@ -80,12 +87,13 @@ _CONV = {
     **_CONV_OPERANDS, "workspace": Param.PTR_WORKSPACE, "counters": Param.PTR_COUNTERS,
     "M": Param.M, "N": Param.N, "C": Param.CONV_C, "split": Param.SPLIT,
     "groups": Param.CONV_GROUPS, "z0": Param.Z0, "has_bias": Param.CONV_HAS_BIAS,
-    **_CONV_SHAPE, **_CONV_W,
+    **_CONV_SHAPE, **_CONV_W, **_FINISH,
 }  # fmt: skip
 _CONV_DEPTHWISE = {
     **_CONV_OPERANDS, "M": Param.M, "N": Param.N, "multiplier": Param.CONV_K, "z0": Param.Z0,
     "has_bias": Param.CONV_HAS_BIAS, **_CONV_SHAPE,
     **{argument: param for argument, param in _CONV_W.items() if argument != "w_c"},
+    **_FINISH,
 }  # fmt: skip
 PARAMETERS |= {"conv": _CONV, "conv_depthwise": _CONV_DEPTHWISE}
 

@@ -138,6 +138,13 @@ class KernelSpec:
         return max(4 if tile <= 16 << 10 else 2, min(12, loop // tile))
 
     @property
+    def chunks(self) -> int:
+        """Groups of columns in which an activation goes through the tile: of 16 sums a thread. That
+        bounds its code (128 sums at once: 135 KB a kernel) and its registers.
+        """
+        return max(1, self.bm * self.bn // (32 * self.warps) // 16)
+
+    @property
     def y_box(self) -> tuple[int, int]:
         """Rows and columns of the tile of Y that one TMA store writes."""
         if self.family is not Family.GEMM_WS:

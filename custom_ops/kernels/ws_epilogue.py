@@ -9,15 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-
-@gluon.jit
-def columns(x, COUNT: gl.constexpr):
-    """The tile cut into COUNT (a power of two) groups of columns; threads keep their elements."""
-    if COUNT == 1:
-        return (x,)
-    else:
-        low, high = x.reshape((x.shape[0], 2, x.shape[1] // 2)).permute((0, 2, 1)).split()
-        return columns(low, COUNT // 2) + columns(high, COUNT // 2)
+from .activations import columns, finish, rest_of
 
 
 @gluon.jit
@@ -70,13 +62,14 @@ def wait_for(counters, helper, block, GROUP: gl.constexpr, CONSUMERS: gl.constex
 
 @gluon.jit
 def store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m, n, M, N,
-               bias_stride_m, bias_stride_n, alpha, beta, CHUNK: gl.constexpr,
+               bias_stride_m, bias_stride_n, alpha, beta, after, CHUNK: gl.constexpr,
                GROUP: gl.constexpr, CONSUMERS: gl.constexpr, STREAM_K: gl.constexpr):  # fmt: skip
     """Y's rows from m, columns from n: alpha * (acc + parts of blocks [helper, block)) + beta * C,
-    of which the first chunk of columns is number CHUNK of the tile.
+    of which the first chunk of columns is number CHUNK of the tile. `after`: what follows, (R, its
+    pitch, its batch stride, the code of `activations.finish`, act_alpha, act_beta).
 
     The parts are added in the order of blocks: the sum has the same bits whoever came first.
-    Where beta is 0, C is not touched: it may be null.
+    Where beta is 0, C is not touched: it may be null. So may R, where the code names none.
     """
     ROWS: gl.constexpr = y_desc.block_shape[1]
     WIDTH: gl.constexpr = y_desc.block_shape[2]
@@ -86,31 +79,85 @@ def store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m, n, M,
         version=[3, 0], warps_per_cta=[4, 1],
         instr_shape=[16, WIDTH, acc.type.layout.instr_shape[2]],
     )  # fmt: skip
-    offs_m = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    residual, ldc, c_batch, activation, act_alpha, act_beta = after
+    part = part_of(workspace, helper, GROUP, CONSUMERS, SIZE)
     chunks = columns(acc, COUNT)
-    for c in gl.static_range(COUNT):
-        tile = gl.convert_layout(chunks[c], layout, assert_trivial=True)
-        if STREAM_K:
-            values = fragments(tile)
-            offsets = c * (ROWS * WIDTH) + gl.arange(0, ROWS * WIDTH, layout=values.type.layout)
-            for other in range(helper, block):
-                part = part_of(workspace, other, GROUP, CONSUMERS, SIZE)
-                values += gl.load(part + offsets, cache_modifier=".cg")
-            tile = from_fragments(values, ROWS, WIDTH)
-            tile = gl.convert_layout(tile, layout, assert_trivial=True)
-        tile *= alpha
-        if beta != 0:
-            # A vector C varies along one dimension only: one load is masked off.
-            offs_n = n + c * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-            in_m = (offs_m < M) & (bias_stride_m != 0)
-            in_n = (offs_n < N) & (bias_stride_m == 0)
-            column = gl.load(bias + offs_m * bias_stride_m, mask=in_m, other=0.0)
-            row = gl.load(bias + offs_n * bias_stride_n, mask=in_n, other=0.0)
-            tile += beta * (column.to(gl.float32)[:, None] + row.to(gl.float32)[None, :])
-        buffer = y_tiles.index(2 * GROUP + (CHUNK + c) % 2)
-        # The store that read this buffer last is through: the one before last, but that a tile's
-        # last chunk may have left the buffer of the next one's first.
-        tma.store_wait(1 if CHUNK + c > 0 else 0)
-        buffer.reshape([ROWS, WIDTH]).store(tile.to(y_desc.dtype))
-        fence_async_shared()
-        tma.async_store(y_desc, [z, m, n + c * WIDTH], buffer)
+    if activation == 0:
+        for c in gl.static_range(COUNT):
+            tile = gl.convert_layout(chunks[c], layout, assert_trivial=True)
+            if STREAM_K:
+                tile = with_parts(tile, part + c * (ROWS * WIDTH), helper, block, CONSUMERS * SIZE)
+            tile = with_bias(tile * alpha, bias, m, n + c * WIDTH, M, N,
+                             bias_stride_m, bias_stride_n, beta)  # fmt: skip
+            store_chunk(tile, y_desc, y_tiles, CHUNK + c, z, m, n + c * WIDTH, GROUP)
+    else:  # one copy of the code for all chunks
+        for c in range(COUNT):
+            tile = gl.convert_layout(chunks[0], layout, assert_trivial=True)
+            if STREAM_K:
+                tile = with_parts(tile, part + c * (ROWS * WIDTH), helper, block, CONSUMERS * SIZE)
+            tile = with_bias(tile * alpha, bias, m, n + c * WIDTH, M, N,
+                             bias_stride_m, bias_stride_n, beta)  # fmt: skip
+            tile = finished(tile, residual + z * c_batch, m, n + c * WIDTH, M, N, ldc, 1,
+                            activation, act_alpha, act_beta)  # fmt: skip
+            store_chunk(tile, y_desc, y_tiles, CHUNK + c, z, m, n + c * WIDTH, GROUP)
+            chunks = rest_of(chunks)
+
+
+@gluon.jit
+def finished(tile, residual, m, n, M, N, row_stride, column_stride, activation, act_alpha,
+             act_beta):  # fmt: skip
+    """The chunk from row m, column n on, finished; `residual` points at its batch entry."""
+    layout: gl.constexpr = tile.type.layout
+    offs_m = m + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+    offs_n = n + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
+    rows = offs_m.to(gl.int64) * row_stride
+    at = residual + (rows[:, None] + (offs_n.to(gl.int64) * column_stride)[None, :])
+    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    # Through L1: a thread has pairs, so two loads share a sector.
+    return finish(tile, at, inside, activation, act_alpha, act_beta, "")
+
+
+@gluon.jit
+def with_parts(tile, part, helper, block, STRIDE: gl.constexpr):
+    """The chunk with what blocks [helper, block) have of it; the first one's lies at `part`."""
+    layout: gl.constexpr = tile.type.layout
+    values = fragments(tile)
+    part += gl.arange(0, tile.shape[0] * tile.shape[1], layout=values.type.layout)
+    for _ in range(helper, block):
+        values += gl.load(part, cache_modifier=".cg")
+        part += STRIDE
+    tile = from_fragments(values, tile.shape[0], tile.shape[1])
+    return gl.convert_layout(tile, layout, assert_trivial=True)
+
+
+@gluon.jit
+def with_bias(tile, bias, m, n, M, N, bias_stride_m, bias_stride_n, beta):
+    """The tile from row m, column n on, plus beta * C."""
+    if beta != 0:
+        # A vector C varies along one dimension only: one load is masked off.
+        layout: gl.constexpr = tile.type.layout
+        offs_m = m + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+        offs_n = n + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
+        in_m = (offs_m < M) & (bias_stride_m != 0)
+        in_n = (offs_n < N) & (bias_stride_m == 0)
+        column = gl.load(bias + offs_m * bias_stride_m, mask=in_m, other=0.0)
+        row = gl.load(bias + offs_n * bias_stride_n, mask=in_n, other=0.0)
+        tile += beta * (column.to(gl.float32)[:, None] + row.to(gl.float32)[None, :])
+    return tile
+
+
+@gluon.jit
+def store_chunk(tile, y_desc, y_tiles, number, z, m, n, GROUP: gl.constexpr):
+    """Sends a chunk of Y off, number `number` of its tile."""
+    ROWS: gl.constexpr = y_desc.block_shape[1]
+    WIDTH: gl.constexpr = y_desc.block_shape[2]
+    buffer = y_tiles.index(2 * GROUP + number % 2)
+    # The store that read this buffer last is through: the one before last, but that a tile's last
+    # chunk may have left the buffer of the next one's first.
+    if number > 0:
+        tma.store_wait(1)
+    else:
+        tma.store_wait(0)
+    buffer.reshape([ROWS, WIDTH]).store(tile.to(y_desc.dtype))
+    fence_async_shared()
+    tma.async_store(y_desc, [z, m, n], buffer)

@@ -15,6 +15,8 @@ over, perhaps: each element has one order of adding up, so the bits are the same
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .activations import finish
+
 RUN = gl.constexpr(512)  # elements that a warpgroup adds up at a time: 16 bytes a thread
 IN_FLIGHT = gl.constexpr(8)  # parts whose loads are under way together
 POLLS = gl.constexpr(32)  # half a microsecond each: blocks that start together wait for few
@@ -73,16 +75,18 @@ def leave(word, parts):
 
 @gluon.jit
 def store_share(partials, first_run, stride, parts, y, bias, z, m, n, M, N, ldc, c_batch,
-                bias_stride_m, bias_stride_n, alpha, beta, ROWS: gl.constexpr,
+                bias_stride_m, bias_stride_n, alpha, beta, after, ROWS: gl.constexpr,
                 COLS: gl.constexpr):  # fmt: skip
     """Y at every `stride`th run of the tile from row m, column n: alpha * (sum of the parts, in
     their order) + beta * C.
 
-    Where beta is 0, C is not touched: it may be null.
+    Where beta is 0, C is not touched: it may be null. `after` is as for `ws_epilogue.store_tile`.
     """
+    residual, _pitch, _stride, activation, act_alpha, act_beta = after
     SIZE: gl.constexpr = ROWS * COLS
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     y += z * c_batch
+    residual += z * c_batch
     for run in range(first_run, SIZE // RUN, stride):
         at = run * RUN + gl.arange(0, RUN, layout=layout)
         total = gl.full([RUN], 0.0, gl.float32, layout=layout)
@@ -104,4 +108,7 @@ def store_share(partials, first_run, stride, parts, y, bias, z, m, n, M, N, ldc,
         if beta != 0:
             c = gl.load(bias + row * bias_stride_m + column * bias_stride_n, mask=inside, other=0.0)
             total += beta * c.to(gl.float32)
+        if activation != 0:
+            r = residual + row * ldc + column
+            total = finish(total, r, inside, activation, act_alpha, act_beta, "")
         gl.store(y + row * ldc + column, total.to(y.dtype.element_ty), mask=inside)

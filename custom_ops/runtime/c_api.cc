@@ -233,8 +233,8 @@ MP_EXPORT mp_status mp_launcher_create(const mp_pack* pack, int32_t ordinal, mp_
 MP_EXPORT void mp_launcher_destroy(mp_launcher* launcher) { delete launcher; }
 
 MP_EXPORT mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, const mp_plan* plan,
-                              const void* a, const void* b, const void* bias, void* y,
-                              void* workspace, void* counters, void* stream) {
+                              const void* a, const void* b, const void* bias, const void* residual,
+                              void* y, void* workspace, void* counters, void* stream) {
   return guarded([&] {
     require(launcher, "launcher");
     require(problem, "problem");
@@ -251,10 +251,15 @@ MP_EXPORT mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, 
     if (problem->bias != MP_BIAS_NONE && !bias) {
       moonpoly::fail(MP_INVALID, "the problem has a bias, but `bias` is null");
     }
+    if (problem->residual && !residual) {
+      moonpoly::fail(MP_INVALID, "the problem has a residual, but `residual` is null");
+    }
     moonpoly::CurrentContext current(device.context());
     if (moonpoly::uses_vendor(*plan)) device.load_vendor();
     device.load(problem->dtype, problem->dtype == MP_F32 ? problem->precision : MP_TF32);
-    device.launch(*problem, *plan, {a, b, problem->bias ? bias : nullptr, y}, workspace, counters,
+    const moonpoly::Operands operands{a, b, problem->bias ? bias : nullptr, y,
+                                      problem->residual ? residual : nullptr};
+    device.launch(*problem, *plan, operands, workspace, counters,
                   static_cast<moonpoly::CUstream>(stream), nullptr);
   });
 }
@@ -408,8 +413,9 @@ MP_EXPORT mp_status mp_plan_conv(const mp_pack* pack, const mp_device* device, c
 }
 
 MP_EXPORT mp_status mp_launch_conv(mp_launcher* launcher, const mp_conv* conv, const mp_plan* plan,
-                                   const void* x, const void* w, const void* bias, void* y,
-                                   void* workspace, void* counters, void* stream) {
+                                   const void* x, const void* w, const void* bias,
+                                   const void* residual, void* y, void* workspace, void* counters,
+                                   void* stream) {
   return guarded([&] {
     require(launcher, "launcher");
     require(conv, "conv");
@@ -430,9 +436,14 @@ MP_EXPORT mp_status mp_launch_conv(mp_launcher* launcher, const mp_conv* conv, c
     if (conv->bias && !bias) {
       moonpoly::fail(MP_INVALID, "the convolution has a bias, but `bias` is null");
     }
+    if (conv->residual && !residual) {
+      moonpoly::fail(MP_INVALID, "the convolution has a residual, but `residual` is null");
+    }
     moonpoly::CurrentContext current(device.context());
     device.load(conv->dtype, conv->dtype == MP_F32 ? conv->precision : MP_TF32);
-    device.launch_conv(*conv, *plan, {w, x, conv->bias ? bias : nullptr, y}, workspace, counters,
+    const moonpoly::Operands operands{w, x, conv->bias ? bias : nullptr, y,
+                                      conv->residual ? residual : nullptr};
+    device.launch_conv(*conv, *plan, operands, workspace, counters,
                        static_cast<moonpoly::CUstream>(stream));
   });
 }

@@ -3,6 +3,7 @@
 
 #include "error.h"
 #include "launcher.h"
+#include "op_structure.h"
 #include "pack.h"
 #include "stats.h"
 
@@ -12,6 +13,7 @@ namespace {
 union Argument {
   int32_t i32;
   int64_t i64;
+  float f32;
   const void* pointer;
 };
 
@@ -32,6 +34,12 @@ Argument i32(int64_t value) {
 Argument i64(int64_t value) {
   Argument a;
   a.i64 = value;
+  return a;
+}
+
+Argument f32(float value) {
+  Argument a;
+  a.f32 = value;
   return a;
 }
 
@@ -59,6 +67,14 @@ Argument argument(int32_t param, const Work& work) {
       return pointer(work.workspace);
     case MP_P_PTR_COUNTERS:
       return pointer(work.counters);
+    case MP_P_PTR_RESIDUAL:
+      return pointer(work.operands.residual);
+    case MP_P_ACTIVATION:
+      return i32(epilogue_code(c));
+    case MP_P_ACT_ALPHA:
+      return f32(c.act_alpha);
+    case MP_P_ACT_BETA:
+      return f32(c.act_beta);
     case MP_P_NULL:
       return pointer(nullptr);
     case MP_P_M:

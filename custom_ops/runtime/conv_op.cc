@@ -72,7 +72,9 @@ class ConvKernel {
  public:
   ConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
       : ort_(api),
-        attributes_(read_attributes(ort_, info, op.transposed)),
+        structure_(*op.structure),
+        epilogue_(read_epilogue(ort_, info, structure_)),
+        attributes_(read_attributes(ort_, info, structure_.transposed())),
         element_{op.dtype, op.settings->precision} {}
   virtual ~ConvKernel() = default;
   const OrtApi* api() const { return ort_.api(); }
@@ -81,13 +83,16 @@ class ConvKernel {
     Tensor x, w, b;
     read_input(ort_, context, 0, &x);
     read_input(ort_, context, 1, &w);
-    const bool has_bias = read_input(ort_, context, 2, &b);
+    const bool has_bias = structure_.has_bias() && read_input(ort_, context, 2, &b);
     Convolution found;
     convolution(x.shape, w.shape, has_bias ? &b.shape : nullptr, attributes_, element_, &found);
+    const void* residual = read_residual(ort_, context, structure_, found.output);
     OrtValue* value = nullptr;
     ort_(ort_->KernelContext_GetOutput(context, 0, found.output.dims, found.output.rank, &value));
     if (found.empty()) return;
-    Operands operands{w.data, x.data, has_bias ? b.data : nullptr, nullptr};
+    epilogue_.fill(&found.conv);
+    if (found.pointwise) epilogue_.fill(&found.product.problem);
+    Operands operands{w.data, x.data, has_bias ? b.data : nullptr, nullptr, residual};
     ort_(ort_->GetTensorMutableData(value, &operands.y));
     Operands factors = operands;
     mp_conv& conv = found.conv;
@@ -103,7 +108,7 @@ class ConvKernel {
     if (reinterpret_cast<uintptr_t>(operands.a) % 16) conv.w_taps = 0;
     if (found.pointwise) {
       if (!found.w_is_a) std::swap(factors.a, factors.b);
-      set_alignment(&found.product, factors.a, factors.b, factors.y);
+      set_alignment(&found.product, factors.a, factors.b, factors.y, residual);
       if (!is_better_convolved(found, uses(context))) {
         multiply(context, found.product.problem, factors);
         return;
@@ -186,6 +191,8 @@ class ConvKernel {
            all(attributes_.pad, attributes_.pad_count, 0);
   }
 
+  const OpStructure& structure_;
+  const Epilogue epilogue_;
   const mp_conv_attributes attributes_;
   const Element element_;
   mp_conv packed_strides_{};
@@ -263,14 +270,14 @@ class InterpretedConvKernel final : public ConvKernel {
  private:
   void convolve(OrtKernelContext*, const mp_conv& conv, const Operands& operands) override {
     const auto met = meet(*conv_planner_, conv, kUsesWorkspace);
-    interpret(conv_interpreter().load(), kSetters, conv, met->planned->plan, operands.b, operands.a,
-              operands.bias, operands.y);
+    // The function takes X first.
+    const Operands x_first{operands.b, operands.a, operands.bias, operands.y, operands.residual};
+    interpret(conv_interpreter().load(), kSetters, conv, met->planned->plan, x_first);
   }
 
   void multiply(OrtKernelContext*, const mp_problem& problem, const Operands& operands) override {
     const auto met = meet(*planner_, problem, kUsesWorkspace);
-    interpret(interpreter().load(), kSetters, problem, met->planned->plan, operands.a, operands.b,
-              operands.bias, operands.y);
+    interpret(interpreter().load(), kSetters, problem, met->planned->plan, operands);
   }
 
   unsigned uses(OrtKernelContext*) const override { return kUsesWorkspace; }
@@ -281,20 +288,11 @@ class InterpretedConvKernel final : public ConvKernel {
 
 }  // namespace
 
-ConvOp::ConvOp(const OrtApi* api, bool transposed, bool has_bias, int32_t dtype,
+ConvOp::ConvOp(const OrtApi* api, const OpStructure& structure, int32_t dtype,
                std::shared_ptr<const Settings> settings)
-    : NodeOp{{}, api, dtype, std::move(settings)}, transposed(transposed), has_bias(has_bias) {
+    : NodeOp{{}, api, &structure, dtype, std::move(settings)} {
   set_common_slots(this);
   set_kernel_slots<ConvOp, ConvKernel, CudaConvKernel, InterpretedConvKernel>(this);
-  GetName = [](const OrtCustomOp* op) {
-    static const char* const names[2][2] = {{"ConvNoBias", "Conv"},
-                                            {"ConvTransposeNoBias", "ConvTranspose"}};
-    const auto* my = static_cast<const ConvOp*>(op);
-    return names[my->transposed][my->has_bias];
-  };
-  GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
-    return static_cast<const ConvOp*>(op)->has_bias ? 3 : 2;
-  };
 }
 
 }  // namespace moonpoly

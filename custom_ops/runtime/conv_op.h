@@ -1,5 +1,5 @@
 // The custom ops ai.moonpoly.Conv, ConvTranspose, and ConvNoBias, ConvTransposeNoBias for nodes of
-// two inputs, as ONNX Runtime sees them.
+// two inputs, and those with epilogues, as ONNX Runtime sees them.
 #ifndef MOONPOLY_CONV_OP_H_
 #define MOONPOLY_CONV_OP_H_
 
@@ -14,11 +14,9 @@ namespace moonpoly {
 // It has no InferOutputShapeFn: ONNX Runtime reads the type of every input before it asks, and an
 // absent B has none; and sizes that follow from a symbolic one cannot be expressed there.
 struct ConvOp : NodeOp {
-  ConvOp(const OrtApi* api, bool transposed, bool has_bias, int32_t dtype,
+  // `structure`: one of convolutions, from op_structures().
+  ConvOp(const OrtApi* api, const OpStructure& structure, int32_t dtype,
          std::shared_ptr<const Settings> settings);
-
-  bool transposed;
-  bool has_bias;  // false: a third input is not even optional
 };
 
 }  // namespace moonpoly

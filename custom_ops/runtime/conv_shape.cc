@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "error.h"
+#include "op_structure.h"
 #include "pack.h"
 
 namespace moonpoly {
@@ -102,15 +103,6 @@ bool is_pointwise(const mp_conv& c) {
   return c.c > 1 || c.groups == 1;  // depthwise: no product at all
 }
 
-void add_bias(Product* product, bool along_m) {
-  mp_problem& p = product->problem;
-  p.bias = MP_BIAS_VECTOR;
-  p.beta = 1;
-  // A swapped product is the transposed one.
-  p.bias_stride_m = along_m != product->swapped;
-  p.bias_stride_n = !p.bias_stride_m;
-}
-
 void form_product(const mp_conv& c, Element element, Convolution* out) {
   const int64_t pixels = out_pixels(c);
   const auto shape = [](std::initializer_list<int64_t> dims) {
@@ -122,7 +114,7 @@ void form_product(const mp_conv& c, Element element, Convolution* out) {
     GemmAttributes attributes;
     attributes.trans_b = true;
     gemm_product(shape({c.n, c.c}), shape({c.k, c.c}), nullptr, attributes, element, &out->product);
-    if (c.bias) add_bias(&out->product, false);
+    if (c.bias) add_vector_bias(&out->product, false);
     out->w_is_a = out->product.swapped;
     return;
   }
@@ -132,7 +124,7 @@ void form_product(const mp_conv& c, Element element, Convolution* out) {
     matmul_product(shape({c.groups, c.k, c.c}), shape({c.n, c.groups, c.c, pixels}), element,
                    &out->product);
   }
-  if (c.bias) add_bias(&out->product, true);
+  if (c.bias) add_vector_bias(&out->product, true);
   out->w_is_a = !out->product.swapped;
 }
 
@@ -266,6 +258,7 @@ void check_conv(const mp_conv& c) {
   if ((c.transposed | c.bias) & ~1) {
     fail(MP_INVALID, "transposed = ", c.transposed, ", bias = ", c.bias, " must be 0 or 1");
   }
+  check_epilogue(c.activation, c.residual);
   if (c.w_taps != 0 && c.w_taps != 1 && c.w_taps != 4 && c.w_taps != 8) {
     fail(MP_INVALID, "W cannot be stored for ", c.w_taps,
          " taps at a time; 0, 1, 4 and 8 are known");

@@ -9,6 +9,7 @@
 
 #include "cost_model.h"
 #include "error.h"
+#include "op_structure.h"
 #include "pack.h"
 #include "packing.h"
 #include "planner.h"
@@ -31,7 +32,7 @@ struct Matrix {
 // The operands of one region, moved to its first row and column.
 struct Views {
   Matrix operand[3];  // A, B, Y
-  const char* bias;
+  const char *bias, *residual;
 
   Views(const mp_problem& p, const mp_region& r, const Operands& o) {
     const int64_t bytes = element_bytes(p.dtype);
@@ -55,6 +56,7 @@ struct Views {
                   p.b_batch_stride};
     operand[2] = {moved(o.y, r.m0 * p.ldc + r.n0), p.batch, r.m, r.n, p.ldc, p.c_batch_stride};
     bias = moved(o.bias, r.m0 * p.bias_stride_m + r.n0 * p.bias_stride_n);
+    residual = moved(o.residual, r.m0 * p.ldc + r.n0);
     for (Matrix& x : operand) {
       // The stride of a single entry is never used, but a tensor map wants a legal one.
       if (x.entries == 1) x.batch_stride = x.rows * x.pitch;
@@ -458,6 +460,18 @@ void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int
           break;
         case MP_P_BETA:
           args.f32(operands.bias ? p.beta : 0.0f);
+          break;
+        case MP_P_PTR_RESIDUAL:
+          args.pointer(views.residual);
+          break;
+        case MP_P_ACTIVATION:
+          args.i32(epilogue_code(p));
+          break;
+        case MP_P_ACT_ALPHA:
+          args.f32(p.act_alpha);
+          break;
+        case MP_P_ACT_BETA:
+          args.f32(p.act_beta);
           break;
         case MP_P_BATCH:
           args.i32(r.z);

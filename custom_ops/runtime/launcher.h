@@ -21,6 +21,7 @@ class Vendor;
 struct Operands {
   const void *a, *b, *bias;
   void* y;
+  const void* residual = nullptr;
 };
 
 // Tensor maps of a repeated launch. Encoding one costs 0.3 us, comparing a pointer nothing; weights

@@ -18,8 +18,8 @@
 extern "C" {
 #endif
 
-#define MP_API_VERSION 2
-#define MP_PACK_VERSION 3
+#define MP_API_VERSION 3
+#define MP_PACK_VERSION 4
 
 typedef enum mp_status {
   MP_OK = 0,
@@ -37,8 +37,34 @@ typedef enum mp_precision { MP_TF32 = 0, MP_IEEE = 1 } mp_precision;
 // Bias (Gemm's C) by its broadcast: scalar and row and column all fit strides of 0 or 1.
 typedef enum mp_bias { MP_BIAS_NONE = 0, MP_BIAS_VECTOR = 1, MP_BIAS_MATRIX = 2 } mp_bias;
 
+// What becomes of a result before it is rounded to Y's type, with the two numbers act_alpha and act_beta.
+// NaN stays NaN.
+typedef enum mp_activation {
+  MP_ACT_NONE = 0,
+  MP_ACT_RELU = 1,
+  MP_ACT_LEAKY_RELU = 2,    // x < 0: alpha * x
+  MP_ACT_CLIP = 3,          // from alpha to beta
+  MP_ACT_SIGMOID = 4,
+  MP_ACT_TANH = 5,
+  MP_ACT_HARD_SIGMOID = 6,  // alpha * x + beta, from 0 to 1
+  MP_ACT_HARD_SWISH = 7,    // x * (x / 6 + 0.5, from 0 to 1)
+  MP_ACT_GELU = 8,          // x * (normal distribution of x)
+  MP_ACT_GELU_TANH = 9,     // its approximation by tanh
+  MP_ACT_QUICK_GELU = 10,   // x * sigmoid(alpha * x)
+  MP_ACT_SILU = 11          // x * sigmoid(x)
+} mp_activation;
+
+// What becomes of another tensor R, of Y's type, shape and layout.
+typedef enum mp_residual {
+  MP_RESIDUAL_NONE = 0,
+  MP_RESIDUAL_BEFORE = 1,      // added before the activation
+  MP_RESIDUAL_AFTER = 2,       // added to its result
+  MP_RESIDUAL_MULTIPLIED = 3   // multiplied with its result
+} mp_residual;
+
 // ---- the problem ---------------------------------------------------------------------------------
-// Y[z] = alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C,   z in [0, batch)
+// Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C),   z in [0, batch),
+// with R[z], where there is one, added or multiplied as `residual` says; in fp32, rounded once.
 //   a(z) = (z / a_div) % a_mod, likewise b(z): covers full, absent, inner and outer broadcast.
 //   op(A) is M x K, stored as M rows of lda (trans_a = 0) or K rows of lda (trans_a = 1); B alike.
 //   C is addressed as C[m * bias_stride_m + n * bias_stride_n], the same for every z.
@@ -50,17 +76,21 @@ typedef struct mp_problem {
   int64_t a_batch_stride, b_batch_stride, c_batch_stride;
   int32_t a_div, a_mod, b_div, b_mod;
   // Largest power of two <= 16 that divides, in bytes: base pointer, row pitch, batch stride and the
-  // length of a stored row (kernels load in units of it and mask whole units). For A and B, 16 may
+  // length of a stored row (kernels load in units of it and mask whole units). align_c is that of Y and
+  // of R, which is addressed as Y. For A and B, 16 may
   // also mean that every row is followed by zeros up to the next 16 bytes: they are then loaded.
   int32_t align_a, align_b, align_c;
   int32_t bias;  // mp_bias
   int64_t bias_stride_m, bias_stride_n;
   float alpha, beta;
+  int32_t activation, residual;  // mp_activation, mp_residual
+  float act_alpha, act_beta;
 } mp_problem;
 
 // ---- the convolution -----------------------------------------------------------------------------
 // ONNX's Conv and ConvTranspose of one dtype at given sizes, as an implicit product for each image and
-// group: Y[k, p] = bias[k] + sum over channels c and taps t of W[k, c, t] * X[c, at(p, t)].
+// group: Y[k, p] = act(bias[k] + sum over channels c and taps t of W[k, c, t] * X[c, at(p, t)]), and R
+// with it, as in mp_problem.
 //   X is (n, groups * c, in[0..2]), Y is (n, groups * k, out[0..2]), both contiguous.
 //   Axes are depth, height, width; where there are fewer, the leading ones have size 1.
 //   at, for each axis: p * stride - pad + t * dilation, and transposed (p + pad - t * dilation) / stride
@@ -79,6 +109,8 @@ typedef struct mp_conv {
   //   1: w_c is 1, w_w is aligned too, and zeros follow the channels up to 16 bytes.
   //   4, 8: w_w is 1, w_c the width of the kernel rounded up to so many taps, which are zero.
   int32_t w_taps;
+  int32_t activation, residual;  // mp_activation, mp_residual
+  float act_alpha, act_beta;
   int32_t reserved;
 } mp_conv;
 
@@ -203,6 +235,9 @@ typedef enum mp_param {
   MP_P_NULL,                                   // a null pointer (Triton's scratch parameters)
   MP_P_BATCH,                                  // i32; batch entries of the region
   MP_P_ORDER,                                  // i32; mp_order
+  MP_P_PTR_RESIDUAL,                           // null where there is none
+  MP_P_ACTIVATION,                             // i32; activation | residual << 8
+  MP_P_ACT_ALPHA, MP_P_ACT_BETA,               // f32
   // Of convolutions. CHANNEL: i64, elements of one channel of X.
   MP_P_CONV_X = 64, MP_P_CONV_W, MP_P_CONV_Y, MP_P_CONV_BIAS,  // pointers; BIAS is Y where there is none
   MP_P_CONV_C, MP_P_CONV_K, MP_P_CONV_GROUPS, MP_P_CONV_HAS_BIAS,  // i32
@@ -409,26 +444,26 @@ typedef struct mp_launcher mp_launcher;  // a pack loaded on one device
 mp_status mp_launcher_create(const mp_pack* pack, int32_t ordinal, mp_launcher** out);
 void mp_launcher_destroy(mp_launcher* launcher);
 mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, const mp_plan* plan, const void* a,
-                    const void* b, const void* bias, void* y, void* workspace, void* counters,
-                    void* stream);
+                    const void* b, const void* bias, const void* residual, void* y, void* workspace,
+                    void* counters, void* stream);
 
 // Enqueues the copy of B that mp_repacked_problem describes; `packed` is 16-byte aligned.
 mp_status mp_repack(mp_launcher* launcher, const mp_problem* problem, const void* b, void* packed,
                     void* stream);
 
 mp_status mp_launch_conv(mp_launcher* launcher, const mp_conv* conv, const mp_plan* plan, const void* x,
-                         const void* w, const void* bias, void* y, void* workspace, void* counters,
-                         void* stream);
+                         const void* w, const void* bias, const void* residual, void* y,
+                         void* workspace, void* counters, void* stream);
 
 // The interpreter backend: the CPU custom ops call this with host pointers (GIL taken by ctypes).
 // Returns 0, or non-zero after storing an error text in `error` (NUL-terminated, `error_bytes` long).
 typedef int32_t (*mp_interpret_fn)(const mp_problem* problem, const mp_plan* plan, const void* a,
-                                   const void* b, const void* bias, void* y, char* error,
-                                   int32_t error_bytes);
+                                   const void* b, const void* bias, const void* residual, void* y,
+                                   char* error, int32_t error_bytes);
 void mp_set_interpreter(mp_interpret_fn fn);
 typedef int32_t (*mp_interpret_conv_fn)(const mp_conv* conv, const mp_plan* plan, const void* x,
-                                        const void* w, const void* bias, void* y, char* error,
-                                        int32_t error_bytes);
+                                        const void* w, const void* bias, const void* residual,
+                                        void* y, char* error, int32_t error_bytes);
 void mp_set_conv_interpreter(mp_interpret_conv_fn fn);
 
 typedef struct mp_stats {  // since the library was loaded, all sessions

@@ -96,14 +96,15 @@ inline std::pair<std::shared_ptr<const Pack>, mp_device> interpreted_on(const Se
 // `setters`: what sets the function, for the error where nothing has.
 template <typename Function, typename Problem>
 void interpret(Function function, const char* setters, const Problem& problem, const mp_plan& plan,
-               const void* first, const void* second, const void* bias, void* y) {
+               const Operands& operands) {
   if (!function) {
     fail(MP_INTERNAL, "the interpreter backend has no function to call: set one with ", setters,
          ", or use moonpoly_ort.InferenceSession(backend=\"interpreter\")");
   }
   char text[2048] = "";
   const int32_t failed =
-      function(&problem, &plan, first, second, bias, y, text, static_cast<int32_t>(sizeof text));
+      function(&problem, &plan, operands.a, operands.b, operands.bias, operands.residual,
+               operands.y, text, static_cast<int32_t>(sizeof text));
   if (failed) fail(MP_INTERNAL, "the interpreter failed: ", text[0] ? text : "no reason given");
 }
 
@@ -121,13 +122,36 @@ inline void set_common_slots(NodeOp* op) {
   };
   op->GetOutputType = op->GetInputType;
   op->GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
-  op->GetInputCharacteristic = [](const OrtCustomOp*, size_t index) {
-    return index == 2 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+  op->GetName = [](const OrtCustomOp* op) {
+    return static_cast<const NodeOp*>(op)->structure->name.c_str();
+  };
+  op->GetInputTypeCount = [](const OrtCustomOp* op) {
+    return static_cast<size_t>(static_cast<const NodeOp*>(op)->structure->inputs());
+  };
+  // A third input that adds a bias may be missing, but for MatMulBias, where it gives the name.
+  op->GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
+    const OpStructure& structure = *static_cast<const NodeOp*>(op)->structure;
+    const bool optional =
+        index == 2 && structure.has_bias() && structure.base != OpBase::kMatMulBias;
+    return optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op->GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };
   op->GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
   op->GetStartVersion = [](const OrtCustomOp*) { return 1; };
   op->GetEndVersion = [](const OrtCustomOp*) { return 1; };
+}
+
+// R of a node, at the place that follows its base's inputs; null where its operator has none.
+// Throws Error(MP_INVALID) where it has not the output's shape.
+inline const void* read_residual(const Ort& ort, OrtKernelContext* context,
+                                 const OpStructure& structure, const Shape& output) {
+  if (structure.residual == MP_RESIDUAL_NONE) return nullptr;
+  Tensor residual;
+  if (!read_input(ort, context, structure.base_inputs(), &residual)) {
+    fail(MP_INVALID, structure.name, ": the last input is missing");
+  }
+  check_residual(structure.name, residual.shape, output);
+  return residual.data;
 }
 
 // The slots that make, run and destroy an op's kernels: `Cuda` or `Interpreted`, both `Kernel`s.

@@ -36,8 +36,11 @@ struct Met {
 class Kernel {
  public:
   Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
-      : ort_(api), element_{op.dtype, op.settings->precision}, kind_(op.kind) {
-    if (kind_ == OpKind::kGemm) {
+      : ort_(api),
+        element_{op.dtype, op.settings->precision},
+        structure_(*op.structure),
+        epilogue_(read_epilogue(ort_, info, structure_)) {
+    if (structure_.base == OpBase::kGemm) {
       gemm_.trans_a = ort_.attribute(info, "transA", int64_t{0}) != 0;
       gemm_.trans_b = ort_.attribute(info, "transB", int64_t{0}) != 0;
       gemm_.alpha = ort_.attribute(info, "alpha", 1.0f);
@@ -51,22 +54,25 @@ class Kernel {
     Tensor a, b, c;
     read_input(ort_, context, 0, &a);
     read_input(ort_, context, 1, &b);
-    const bool has_c = kind_ == OpKind::kGemm && read_input(ort_, context, 2, &c);
+    const bool has_c = structure_.has_bias() && read_input(ort_, context, 2, &c);
 
     Product product;
-    if (kind_ == OpKind::kMatMul) {
-      matmul_product(a.shape, b.shape, element_, &product);
-    } else {
+    if (structure_.base == OpBase::kGemm) {
       gemm_product(a.shape, b.shape, has_c ? &c.shape : nullptr, gemm_, element_, &product);
+    } else {
+      matmul_product(a.shape, b.shape, element_, &product);
+      if (has_c) add_column_bias(c.shape, b.shape, &product);
     }
+    epilogue_.fill(&product.problem);
+    const void* residual = read_residual(ort_, context, structure_, product.output);
     OrtValue* value = nullptr;
     ort_(ort_->KernelContext_GetOutput(context, 0, product.output.dims, product.output.rank,
                                        &value));
     if (product.empty()) return;
-    Operands operands{a.data, b.data, product.problem.bias ? c.data : nullptr, nullptr};
+    Operands operands{a.data, b.data, product.problem.bias ? c.data : nullptr, nullptr, residual};
     ort_(ort_->GetTensorMutableData(value, &operands.y));
     if (product.swapped) std::swap(operands.a, operands.b);
-    set_alignment(&product, operands.a, operands.b, operands.y);
+    set_alignment(&product, operands.a, operands.b, operands.y, residual);
     execute(context, product, operands);
   }
 
@@ -109,7 +115,8 @@ class Kernel {
       body(Operands{
           static_cast<const char*>(operands.a) + a * bytes,
           met.repacked ? weight_->data() : static_cast<const char*>(operands.b) + b * bytes,
-          operands.bias, static_cast<char*>(operands.y) + y * bytes});
+          operands.bias, static_cast<char*>(operands.y) + y * bytes,
+          operands.residual ? static_cast<const char*>(operands.residual) + y * bytes : nullptr});
       int i = 0;
       while (i < product.loop_count && ++index[i] == product.loops[i].count) index[i++] = 0;
       if (i == product.loop_count) return;
@@ -122,7 +129,8 @@ class Kernel {
   std::unique_ptr<const RepackedWeight> weight_;  // null: B is used as it is stored
 
  private:
-  const OpKind kind_;
+  const OpStructure& structure_;
+  const Epilogue epilogue_;
   ProblemCache<Met, 64> met_;
 };
 
@@ -219,15 +227,13 @@ class InterpretedKernel final : public Kernel {
     const auto met = meet(*planner_, product, kUsesWorkspace);
     for_each_launch(*met, product, operands, [&](const Operands& moved) {
       interpret(interpreter().load(), "mp_set_interpreter", met->planned->problem,
-                met->planned->plan, moved.a, moved.b, moved.bias, moved.y);
+                met->planned->plan, moved);
     });
   }
 
   std::shared_ptr<const Pack> pack_;
   std::shared_ptr<const Planner> planner_;
 };
-
-const Op& self(const OrtCustomOp* op) { return *static_cast<const Op*>(op); }
 
 }  // namespace
 
@@ -276,19 +282,14 @@ std::shared_ptr<const Pack> Settings::open_pack(int sm) const {
        "`, or name one in the session config entry moonpoly.pack");
 }
 
-Op::Op(const OrtApi* api, OpKind kind, int32_t dtype, std::shared_ptr<const Settings> settings)
-    : NodeOp{{}, api, dtype, std::move(settings)}, kind(kind) {
+Op::Op(const OrtApi* api, const OpStructure& structure, int32_t dtype,
+       std::shared_ptr<const Settings> settings)
+    : NodeOp{{}, api, &structure, dtype, std::move(settings)} {
   set_common_slots(this);
   set_kernel_slots<Op, Kernel, CudaKernel, InterpretedKernel>(this);
-  GetName = [](const OrtCustomOp* op) {
-    return self(op).kind == OpKind::kMatMul ? "MatMul" : "Gemm";
-  };
-  GetInputTypeCount = [](const OrtCustomOp* op) -> size_t {
-    return self(op).kind == OpKind::kMatMul ? 2 : 3;
-  };
-  if (kind == OpKind::kMatMul) {
+  if (structure.base != OpBase::kGemm) {
     InferOutputShapeFn = [](const OrtCustomOp* op, OrtShapeInferContext* context) {
-      return infer_matmul_shape(self(op).api, context);
+      return infer_matmul_shape(static_cast<const Op*>(op)->api, context);
     };
   }
 }

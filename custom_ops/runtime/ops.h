@@ -1,4 +1,5 @@
-// The custom ops ai.moonpoly.MatMul and ai.moonpoly.Gemm as ONNX Runtime sees them.
+// The custom ops ai.moonpoly.MatMul, MatMulBias and Gemm, and those with epilogues, as ONNX Runtime
+// sees them.
 #ifndef MOONPOLY_OPS_H_
 #define MOONPOLY_OPS_H_
 
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "moonpoly.h"
+#include "op_structure.h"
 #include "ort_abi.h"
 
 namespace moonpoly {
@@ -40,20 +42,19 @@ mp_device reference_device(int sm);
 // Tells the log, once in a process, of a GPU that no costs were measured on.
 void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Planner& planner);
 
-enum class OpKind { kMatMul, kGemm };
-
 // One op for one dtype. ONNX Runtime keeps pointers to it for as long as a session lives, so that
 // it is never destroyed.
 struct NodeOp : OrtCustomOp {
   const OrtApi* api;
+  const OpStructure* structure;
   int32_t dtype;
   std::shared_ptr<const Settings> settings;
 };
 
 struct Op : NodeOp {
-  Op(const OrtApi* api, OpKind kind, int32_t dtype, std::shared_ptr<const Settings> settings);
-
-  OpKind kind;
+  // `structure`: one of products, from op_structures().
+  Op(const OrtApi* api, const OpStructure& structure, int32_t dtype,
+     std::shared_ptr<const Settings> settings);
 };
 
 }  // namespace moonpoly

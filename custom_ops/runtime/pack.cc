@@ -185,7 +185,7 @@ void Pack::verify_kernel(int index) const {
     const int32_t p = params(k)[i];
     const bool of_conv = is_convolution(k) && p >= MP_P_CONV_X && p <= MP_P_CONV_W_W;
     if (is_convolution(k) && p <= MP_P_PTR_BIAS) refuse(k.name, " takes operands of a product");
-    if (!of_conv && (p < MP_P_DESC_A || p > MP_P_ORDER))
+    if (!of_conv && (p < MP_P_DESC_A || p > MP_P_ACT_BETA))
       refuse(k.name, " has the unknown parameter code ", p);
     arguments += p <= MP_P_DESC_Y ? 7 : 1;
     if (p > MP_P_DESC_Y || k.cubin_bytes == 0) continue;  // a catalog has no boxes

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "op_structure.h"
 #include "pack.h"
 #include "packing.h"
 #include "stats.h"
@@ -43,11 +44,13 @@ bool runs_on(int pack_sm, int device_sm) {
 Extent extent_of(const mp_problem& p, const mp_region& r) {
   const double a = double(stored_entries(r.z, p.a_div, p.a_mod)) * r.m * p.k;
   const double b = double(stored_entries(r.z, p.b_div, p.b_mod)) * p.k * r.n;
+  const double y = double(r.z) * r.m * r.n;
   const double c = p.bias == MP_BIAS_MATRIX ? double(r.m) * r.n : 0;
+  const double residual = p.residual ? y : 0;
   const int bytes = element_bytes(p.dtype);
   Extent e{};
   e.m = r.m, e.n = r.n, e.k = p.k, e.batch = r.z;
-  e.unique_bytes = (a + b + c + double(r.z) * r.m * r.n) * bytes;
+  e.unique_bytes = (a + b + c + residual + y) * bytes;
   e.element_bytes = bytes;
   e.a_crosses_lines = p.lda * bytes % kLineBytes != 0;
   e.b_crosses_lines = p.ldb * bytes % kLineBytes != 0;
@@ -140,6 +143,7 @@ void check_problem(const mp_problem& p) {
     fail(MP_INVALID, "a vector bias has strides 0 and 0, 0 and 1, or 1 and 0, got ",
          p.bias_stride_m, " and ", p.bias_stride_n);
   }
+  check_epilogue(p.activation, p.residual);
 }
 
 Planner::Planner(const Pack& pack, const mp_device& device)

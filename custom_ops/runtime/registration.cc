@@ -182,22 +182,18 @@ OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
   const auto shared = std::make_shared<const Settings>(settings);
   OrtCustomOpDomain* domain = nullptr;
   ort(ort->CreateCustomOpDomain("ai.moonpoly", &domain));
-  for (OpKind kind : {OpKind::kMatMul, OpKind::kGemm}) {
+  for (const OpStructure& structure : op_structures()) {
+    if (structure.convolves() && !convolves) continue;
     for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
-      entry.ops.push_back(std::make_unique<Op>(ort.api(), kind, dtype, shared));
-      ort(ort->CustomOpDomain_Add(domain, entry.ops.back().get()));
-    }
-  }
-  const auto add_conv = [&](bool transposed, bool has_bias) {
-    for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
-      entry.conv_ops.push_back(
-          std::make_unique<ConvOp>(ort.api(), transposed, has_bias, dtype, shared));
-      ort(ort->CustomOpDomain_Add(domain, entry.conv_ops.back().get()));
-    }
-  };
-  for (bool transposed : {false, true}) {
-    for (bool has_bias : {false, true}) {
-      if (convolves) add_conv(transposed, has_bias);
+      NodeOp* op;
+      if (structure.convolves()) {
+        entry.conv_ops.push_back(std::make_unique<ConvOp>(ort.api(), structure, dtype, shared));
+        op = entry.conv_ops.back().get();
+      } else {
+        entry.ops.push_back(std::make_unique<Op>(ort.api(), structure, dtype, shared));
+        op = entry.ops.back().get();
+      }
+      ort(ort->CustomOpDomain_Add(domain, op));
     }
   }
   return entry.domain = domain;

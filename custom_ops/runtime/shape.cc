@@ -230,7 +230,39 @@ void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttr
   make_canonical(out);
 }
 
-void set_alignment(Product* product, const void* a, const void* b, const void* y) {
+void add_vector_bias(Product* product, bool along_m) {
+  mp_problem& p = product->problem;
+  p.bias = MP_BIAS_VECTOR;
+  p.beta = 1;
+  // A swapped product is the transposed one.
+  p.bias_stride_m = along_m != product->swapped;
+  p.bias_stride_n = !p.bias_stride_m;
+}
+
+void add_column_bias(const Shape& bias, const Shape& b, Product* product) {
+  if (b.rank < 2) {
+    fail(MP_INVALID, "MatMulBias takes B of rank 2 and more, got ", b.text(),
+         ": its output has no columns to add a bias to");
+  }
+  const int64_t columns = b.dims[b.rank - 1];
+  if (bias.rank != 1 || bias.dims[0] != columns) {
+    fail(MP_INVALID, "MatMulBias: the bias ", bias.text(), " must be [", columns,
+         "], the columns of B ", b.text());
+  }
+  add_vector_bias(product, false);
+}
+
+void check_residual(const std::string& name, const Shape& residual, const Shape& output) {
+  if (residual.rank == output.rank &&
+      std::equal(output.dims, output.dims + output.rank, residual.dims)) {
+    return;
+  }
+  fail(MP_INVALID, name, ": the last input ", residual.text(), " must have the output's shape ",
+       output.text(), "; it does not broadcast");
+}
+
+void set_alignment(Product* product, const void* a, const void* b, const void* y,
+                   const void* residual) {
   mp_problem& p = product->problem;
   const int64_t bytes = element_bytes(p.dtype);
   // What has to keep the alignment: strides, and the length of a stored row. Elements.
@@ -245,7 +277,8 @@ void set_alignment(Product* product, const void* a, const void* b, const void* y
   }
   p.align_a = common_alignment(bits_a * bytes | reinterpret_cast<uintptr_t>(a));
   p.align_b = common_alignment(bits_b * bytes | reinterpret_cast<uintptr_t>(b));
-  p.align_c = common_alignment(bits_y * bytes | reinterpret_cast<uintptr_t>(y));
+  p.align_c = common_alignment(bits_y * bytes | reinterpret_cast<uintptr_t>(y) |
+                               reinterpret_cast<uintptr_t>(residual));
 }
 
 }  // namespace moonpoly

@@ -53,9 +53,21 @@ void matmul_product(const Shape& a, const Shape& b, Element element, Product* ou
 void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttributes& attributes,
                   Element element, Product* out);
 
+// Adds one value for each row of Y (`along_m`) or for each column, whether or not the product is
+// swapped.
+void add_vector_bias(Product* product, bool along_m);
+
+// MatMulBias: `bias` must have one dimension, the columns of B. Throws Error(MP_INVALID) naming the
+// shapes.
+void add_column_bias(const Shape& bias, const Shape& b, Product* product);
+
+// R of the op `name` must have the output's shape. Throws Error(MP_INVALID) naming both.
+void check_residual(const std::string& name, const Shape& residual, const Shape& output);
+
 // Fills align_*: what base address, row length and pitch, batch and loop strides all have in
-// common. Addresses of the problem's A and B, that is, after `swapped`.
-void set_alignment(Product* product, const void* a, const void* b, const void* y);
+// common. Addresses of the problem's A and B, that is, after `swapped`; `residual` may be null.
+void set_alignment(Product* product, const void* a, const void* b, const void* y,
+                   const void* residual = nullptr);
 
 }  // namespace moonpoly
 #endif  // MOONPOLY_SHAPE_H_

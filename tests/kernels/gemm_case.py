@@ -19,6 +19,9 @@ from moonpoly_ort.custom_ops.kernels.pack_format import DTYPE_CODE, PRECISION_CO
 from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family, KernelSpec, Precision
 
 from moonpoly_ort.interpreter import run_plan
+from moonpoly_ort.native_structs import Activation, Residual
+
+from tests.epilogues import finished
 
 TORCH = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}
 SENTINEL = 77.0
@@ -86,6 +89,10 @@ class Case:
     alpha: float = 1.0
     beta: float = 0.0
     bias: str = "none"  # none, scalar, row, column, matrix
+    activation: Activation = Activation.NONE
+    residual: Residual = Residual.NONE
+    act_alpha: float = 0.0
+    act_beta: float = 0.0
     slack: int = 1
     cuts: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
     seed: int = 0
@@ -104,6 +111,9 @@ class Case:
         }
         if self.bias != "none":
             self.c = torch.randn(shape[self.bias]).to(dtype)
+        self.r: torch.Tensor | None = None
+        if self.residual:
+            self.r = torch.randn(self.batch, self.m, self.n).to(dtype)
         self.pointer = spec.family is Family.GEMM_POINTER
 
     def expected(self) -> np.ndarray[Any, Any]:
@@ -117,7 +127,8 @@ class Case:
                 out[z] = self.alpha * (a[a_z] @ b[b_z])
             if self.c is not None:
                 out[z] += self.beta * self.c.double().numpy()
-        return out
+        r = None if self.r is None else self.r.double().numpy()
+        return finished(out, self.activation, self.residual, self.act_alpha, self.act_beta, r)
 
     def _regions(self) -> list[SimpleNamespace]:
         def pieces(cuts: list[int], size: int) -> list[tuple[int, int]]:
@@ -146,6 +157,8 @@ class Case:
         y_values = torch.full((self.batch, self.m, self.n), nan, dtype=a.raw.dtype)
         y = Buffer(y_values, spec.align_c, self.slack, SENTINEL)
         c = Buffer(self.c[None], 1, 0, nan) if self.c is not None else None
+        # In NaN, as A and B; laid out as Y.
+        r = Buffer(self.r, spec.align_c, self.slack, nan) if self.r is not None else None
         problem = SimpleNamespace(
             dtype=DTYPE_CODE[spec.dtype], precision=PRECISION_CODE[spec.precision],
             trans_a=spec.trans_a, trans_b=spec.trans_b,
@@ -155,12 +168,16 @@ class Case:
             lda=a.pitch, ldb=b.pitch, ldc=y.pitch, a_batch_stride=a.batch_stride,
             b_batch_stride=b.batch_stride, c_batch_stride=y.batch_stride,
             a_div=self.a_map[0], a_mod=self.a_map[1], b_div=self.b_map[0], b_mod=self.b_map[1],
-            alpha=self.alpha, beta=self.beta,
+            alpha=self.alpha, beta=self.beta, activation=self.activation, residual=self.residual,
+            act_alpha=self.act_alpha, act_beta=self.act_beta,
             bias_stride_m=c.pitch if c and self.bias in ("column", "matrix") else 0,
             bias_stride_n=1 if self.bias in ("row", "matrix") else 0,
         )  # fmt: skip
         plan = SimpleNamespace(regions=self._regions(), copies=[])
-        run_plan([spec], problem, plan, a.address, b.address, c.address if c else None, y.address)  # type: ignore[arg-type]
+        run_plan(
+            [spec], problem, plan, a.address, b.address, c.address if c else None, y.address,  # type: ignore[arg-type]
+            r.address if r else None,
+        )  # fmt: skip
         assert y.untouched(), "the kernel wrote outside the result"
         return y.view
 

@@ -351,7 +351,7 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         DotOperandLayout=lambda index, parent, width: None,
         minimum=min, maximum=max, program_id=lambda axis: _local.block, barrier=lambda: None,
         num_programs=lambda axis: _local.blocks,
-        convert_layout=lambda x, layout, assert_trivial=False: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x, range=range,
         NVMMADistributedLayout=lambda **shape: None, SliceLayout=lambda dim, parent: None,
         BlockedLayout=lambda *shape: None,
     )  # fmt: skip
@@ -377,9 +377,22 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     dependent = _module(
         "triton.language.extra.cuda", gdc_wait=gdc_wait, gdc_launch_dependents=lambda: None
     )
+    # What `activations` shares with kernels that are not Gluon.
+    triton_language = _module(
+        "triton.language",
+        constexpr=lambda value: value, int64=int64, float32=float32, where=where, range=range,
+        load=load, exp2=np.exp2, static_range=range, PropagateNan=types.SimpleNamespace(ALL=None),
+        minimum=lambda x, y, **_: np.minimum(x, y), maximum=lambda x, y, **_: np.maximum(x, y),
+    )  # fmt: skip
+    triton = _module(
+        "triton", jit=lambda f: f, language=triton_language,
+        knobs=types.SimpleNamespace(runtime=types.SimpleNamespace(interpret=True)),
+    )  # fmt: skip
     # Its parent, too: `from ... import gluon` asks that for the real one, where it is loaded.
     parent = _module("triton.experimental", gluon=gluon)
-    return {module.__name__: module for module in (parent, gluon, language, hopper, dependent)}
+    return {module.__name__: module for module in (
+        triton, triton_language, parent, gluon, language, hopper, dependent
+    )}
 
 
 @contextlib.contextmanager

@@ -23,6 +23,9 @@ from moonpoly_ort.custom_ops.kernels.spec import (
     why_illegal,
 )
 
+from moonpoly_ort.native_structs import Activation, Residual
+from tests.epilogues import finished
+
 
 @functools.cache
 def module(name: str) -> Any:
@@ -117,9 +120,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("bias", ["none", "row", "column", "scalar"])
+EPILOGUES = [
+    # bias, activation, residual
+    ("none", Activation.NONE, Residual.NONE),
+    ("row", Activation.NONE, Residual.NONE),
+    ("column", Activation.RELU, Residual.BEFORE),
+    ("scalar", Activation.LEAKY_RELU, Residual.MULTIPLIED),
+    ("none", Activation.NONE, Residual.AFTER),
+]
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_product(case: tuple[Any, ...], bias: str) -> None:
+def test_product(case: tuple[Any, ...], epilogue: tuple[str, Activation, Residual]) -> None:
+    bias, activation, residual = epilogue
     consumers, bm, bn, bk, stages, m, n, k, batch, blocks, split, trans_a, trans_b = case
     early = blocks % 2 == 1
     rng = np.random.default_rng(blocks)
@@ -147,18 +161,21 @@ def test_product(case: tuple[Any, ...], bias: str) -> None:
     strides = {"row": (0, 1), "column": (1, 0)}.get(bias, (0, 0))
     c = np.arange(1, 1000, dtype=np.float16) % 7
     alpha, beta = 0.5, 0.0 if bias == "none" else 2.0
+    r = rng.integers(-3, 4, y.shape).astype(np.float16)
+    after = model.Pointer(r.ravel() if residual else None), activation | residual << 8, 0.5, 0.0
     model.launch(
         module("gemm_ws").gemm_ws, blocks, a_desc, b_desc, y_desc,
         model.Pointer(y.reshape(-1), 0, model.float16), n, m * n,
         model.Pointer(None if bias == "none" else c), model.Pointer(workspace),
         model.Pointer(counters),
-        m, n, k, 1, batch, 1, batch, 0, batch, *strides, alpha, beta,
+        m, n, k, 1, batch, 1, batch, 0, batch, *strides, alpha, beta, *after,
         bm, bn, bk, 8, trans_a, trans_b, split == STREAM, consumers, stages,
         early, split == SLICED, early=early,
     )  # fmt: skip
     wide = alpha * (a.astype(np.float32) @ b.astype(np.float32))
     at = np.arange(m)[:, None] * strides[0] + np.arange(n)[None, :] * strides[1]
-    np.testing.assert_array_equal(y, (wide + beta * c[at]).astype(np.float16))
+    wide = finished((wide + beta * c[at]).astype(np.float64), activation, residual, 0.5, 0.0, r)
+    np.testing.assert_array_equal(y, wide.astype(np.float16))
     assert not counters.any()
 
 
@@ -193,6 +210,8 @@ def test_product_of_split_factors(case: tuple[Any, ...], swap: bool, special: bo
     workspace = np.full(blocks * bm * bn, np.nan, np.float32)
     counters = np.zeros(blocks * consumers, np.int32)
     f32 = model.float32
+    r = rng.standard_normal(y.shape).astype(np.float32)
+    after = model.Pointer(r.ravel()), Residual.AFTER << 8, 0.0, 0.0
     model.launch(
         module("gemm_ws_x3").gemm_ws_x3, blocks,
         model.Descriptor(a, (1, bm, bk) if swap else (1, rows, bk), f32),
@@ -200,11 +219,11 @@ def test_product_of_split_factors(case: tuple[Any, ...], swap: bool, special: bo
         model.Descriptor(y, (1, width, rows) if swap else (1, rows, width), f32),
         model.Pointer(a.ravel()), model.Pointer(b_stored.ravel()), model.Pointer(c),
         model.Pointer(workspace), model.Pointer(counters), m, n, k, 1, batch, 1, batch, 0,
-        batch, k, n if swap else k, m * k, n * k, 0, 1, 0.5, 2.0,
+        batch, k, n if swap else k, m * k, n * k, n, m * n, 0, 1, 0.5, 2.0, *after,
         bm, bn, bk, 8, False, not swap, swap, stream, consumers, stages,
     )  # fmt: skip
-    wide = 0.5 * (a.astype(np.float64) @ b.astype(np.float64)) + 2 * c[:n].astype(np.float64)
-    scale = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64) + 14
+    wide = 0.5 * (a.astype(np.float64) @ b.astype(np.float64)) + 2 * c[:n].astype(np.float64) + r
+    scale = np.abs(a).astype(np.float64) @ np.abs(b).astype(np.float64) + 20
     finite = np.isfinite(wide)
     assert finite.all() != special
     np.testing.assert_array_equal(y[~finite], wide[~finite].astype(np.float32))

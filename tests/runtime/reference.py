@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpoly_ort import native
+from tests.epilogues import finished
 
 DTYPES = {
     native.Dtype.F16: np.dtype(np.float16),
@@ -31,8 +32,9 @@ def view(
 
 
 def interpret(
-    p: native.Problem, plan: native.Plan, a: int, b: int, bias: int | None, y: int
-) -> None:
+    p: native.Problem, plan: native.Plan, a: int, b: int, bias: int | None, residual: int | None,
+    y: int,
+) -> None:  # fmt: skip
     dtype = DTYPES[native.Dtype(p.dtype)]
     size = dtype.itemsize
     for r in plan.regions:
@@ -51,5 +53,12 @@ def interpret(
                 value = value + p.beta * view(at, (r.m, r.n), strides, dtype).astype(np.float64)
             else:
                 assert bias is None
-            out = y + (z * p.c_batch_stride + r.m0 * p.ldc + r.n0) * size
-            view(out, (r.m, r.n), (p.ldc, 1), dtype)[...] = value.astype(dtype)
+            start = (z * p.c_batch_stride + r.m0 * p.ldc + r.n0) * size
+            other = None
+            if p.residual:
+                assert residual is not None
+                other = view(residual + start, (r.m, r.n), (p.ldc, 1), dtype).astype(np.float64)
+            else:
+                assert residual is None
+            value = finished(value, p.activation, p.residual, p.act_alpha, p.act_beta, other)
+            view(y + start, (r.m, r.n), (p.ldc, 1), dtype)[...] = value.astype(dtype)

@@ -1,0 +1,70 @@
+// The operators of domain ai.moonpoly by their names, which tell what each computes, in order of
+// application: a product or convolution, a tensor R added to it, an activation, R added to or
+// multiplied with that. One name, one ONNX function body.
+#ifndef MOONPOLY_OP_STRUCTURE_H_
+#define MOONPOLY_OP_STRUCTURE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "moonpoly.h"
+#include "ort.h"
+
+namespace moonpoly {
+
+enum class OpBase {
+  kMatMul,
+  kMatMulBias,  // a third input of one value for each column
+  kGemm,
+  kConv,
+  kConvNoBias,  // a third input is not even optional
+  kConvTranspose,
+  kConvTransposeNoBias
+};
+
+struct OpStructure {
+  OpBase base;
+  int32_t activation, residual;  // mp_activation, mp_residual
+  std::string name;
+
+  bool convolves() const { return base >= OpBase::kConv; }
+  bool transposed() const { return base >= OpBase::kConvTranspose; }
+  bool has_bias() const { return base_inputs() == 3; }
+  // How many inputs come before R, which is the last.
+  int base_inputs() const;
+  int inputs() const { return base_inputs() + (residual != MP_RESIDUAL_NONE); }
+};
+
+// All of them: addresses stay valid.
+const std::vector<OpStructure>& op_structures();
+
+// What follows the product in one node.
+struct Epilogue {
+  int32_t activation = MP_ACT_NONE, residual = MP_RESIDUAL_NONE;
+  float alpha = 0, beta = 0;
+
+  // Problem: mp_problem or mp_conv.
+  template <typename Problem>
+  void fill(Problem* problem) const {
+    problem->activation = activation;
+    problem->residual = residual;
+    problem->act_alpha = alpha;
+    problem->act_beta = beta;
+  }
+};
+
+// Of a node, with the numbers among its attributes; ONNX's defaults where it has none.
+Epilogue read_epilogue(const Ort& ort, const OrtKernelInfo* info, const OpStructure& structure);
+
+// Checks codes that came from outside. Throws Error(MP_INVALID).
+void check_epilogue(int32_t activation, int32_t residual);
+
+// As a kernel's parameter MP_P_ACTIVATION.
+template <typename Problem>
+int32_t epilogue_code(const Problem& p) {
+  return p.activation | p.residual << 8;
+}
+
+}  // namespace moonpoly
+#endif  // MOONPOLY_OP_STRUCTURE_H_

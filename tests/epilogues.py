@@ -1,0 +1,65 @@
+"""What follows a product, by its definition in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from moonpoly_ort.native_structs import Activation, Residual
+
+Array = npt.NDArray[Any]
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _sigmoid(x: Array) -> Array:
+    # Of the half that does not overflow; 1 - sigmoid(-x) elsewhere.
+    small = np.exp(-np.abs(x))
+    return np.where(x < 0, small / (1 + small), 1 / (1 + small))
+
+
+def activated(x: Array, activation: Activation, alpha: float = 0.0, beta: float = 0.0) -> Array:
+    """The activation of float64 values, NaN and infinities as the formula has them."""
+    with np.errstate(all="ignore"):
+        match activation:
+            case Activation.NONE:
+                return x
+            case Activation.RELU:
+                return np.maximum(x, 0)
+            case Activation.LEAKY_RELU:
+                return np.where(x < 0, alpha * x, x)
+            case Activation.CLIP:
+                return np.minimum(np.maximum(x, alpha), beta)
+            case Activation.SIGMOID:
+                return _sigmoid(x)
+            case Activation.TANH:
+                return np.tanh(x)
+            case Activation.HARD_SIGMOID:
+                return np.minimum(np.maximum(alpha * x + beta, 0), 1)
+            case Activation.HARD_SWISH:
+                return x * np.minimum(np.maximum(x / 6 + 0.5, 0), 1)
+            case Activation.GELU:
+                return x * (0.5 * (1 + _erf(x / math.sqrt(2))))
+            case Activation.GELU_TANH:
+                return x * (0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+            case Activation.QUICK_GELU:
+                return x * _sigmoid(alpha * x)
+            case Activation.SILU:
+                return x * _sigmoid(x)
+    raise AssertionError(activation)
+
+
+def finished(
+    x: Array, activation: Activation, residual: Residual, alpha: float, beta: float, r: Array | None
+) -> Array:
+    """`x` with its activation and with R, where `residual` says so."""
+    with np.errstate(all="ignore"):
+        if r is not None and residual == Residual.BEFORE:
+            x = x + r
+        x = activated(x, Activation(activation), alpha, beta)
+        if r is not None and residual == Residual.AFTER:
+            x = x + r
+        if r is not None and residual == Residual.MULTIPLIED:
+            x = x * r
+    return x
