@@ -18,6 +18,7 @@ from moonpoly_ort.custom_ops.kernels.pack_format import Param
 from reference import DTYPES, view
 
 from moonpoly_ort import native
+from tests.epilogues import AFTER_CONVOLUTIONS, AFTER_PRODUCTS, AFTER_TRANSPOSED
 from moonpoly_ort.errors import ProblemError
 
 STREAM = 0x5EED
@@ -222,10 +223,19 @@ def test_nodes_launch_what_computes_them(
 def test_ops_are_registered_under_every_name(pack_path: Path) -> None:
     ort = FakeOrt({"moonpoly.pack": str(pack_path)})
     ort.register()
-    for name in ("Conv", "ConvNoBias", "ConvTranspose", "ConvTransposeNoBias"):
+    names = [
+        base + name
+        for bases, after in (
+            (("Conv", "ConvNoBias"), AFTER_CONVOLUTIONS),
+            (("ConvTranspose", "ConvTransposeNoBias"), AFTER_TRANSPOSED),
+        )
+        for base in bases
+        for name, _, _ in after
+    ]
+    for name in names:
         for dtype in native.Dtype:
             assert ort.provider(ort.op(name, dtype)) == b"CUDAExecutionProvider"
-    assert len(ort.ops) == 18
+    assert len(ort.ops) == 3 * (len(names) + 3 * len(AFTER_PRODUCTS))
 
 
 def test_without_repacking_a_constant_weight_is_read_as_it_is(pack_path: Path) -> None:
