@@ -120,8 +120,8 @@ _EPILOGUE = [
 
 
 class Problem(_Struct):
-    """`mp_problem`: Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C), a(z) = z // a_div % a_mod
-    and b alike, and R[z] as `residual` says. Sizes and strides count elements, alignments bytes.
+    """`mp_problem`: Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C), R[z] as `residual`
+    says; a(z) = z // a_div % a_mod and b alike. Sizes and strides count elements, alignments bytes.
     """
 
     _fields_ = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from moonpoly_ort.native_structs import Activation, Residual
 
 Array = npt.NDArray[Any]

@@ -43,7 +43,7 @@ def spec_of(family: Family, dtype: Dtype = Dtype.F32, **changes: Any) -> KernelS
 
 @pytest.mark.parametrize("activation", list(Activation)[1:])
 def test_values_of_activations(activation: Activation) -> None:
-    """Over the whole line, to 2e-6 of the larger of 1 and |x|; NaN and infinities as the formula."""
+    """Everywhere, to 2e-6 of the larger of 1 and |x|; NaN and infinities as the formula says."""
     alpha, beta = NUMBERS.get(activation, (0.0, 0.0))
     dense = np.concatenate([np.linspace(-12, 12, 9000), np.geomspace(1e-8, 1e4, 500)])
     x = np.concatenate([dense, -dense[-500:], SPECIAL]).astype(np.float32)

@@ -143,7 +143,7 @@ def test_a_dot_product_takes_a_residual(catalog_path: Path) -> None:
         ("MatMulBias", [[2, 3], [3, 4], [1, 4]], r"bias \[1, 4\] must be \[4\]"),
         ("MatMulBias", [[2, 3], [3, 4], [1]], r"bias \[1\] must be \[4\], the columns of B"),
         ("MatMulBias", [[2, 3], [3], [1]], "no columns to add a bias to"),
-        ("MatMulAdd", [[2, 3], [3, 4], [4]], r"MatMulAdd: the last input \[4\] must have.*\[2, 4\]"),
+        ("MatMulAdd", [[2, 3], [3, 4], [4]], r"MatMulAdd: the last input \[4\].*\[2, 4\]"),
         ("MatMulMul", [[2, 3], [3, 4], [1, 4]], "it does not broadcast"),
         ("GemmAddRelu", [[2, 3], [3, 4], [4], [1, 2, 4]], r"the output's shape \[2, 4\]"),
     ],
@@ -154,6 +154,21 @@ def test_what_does_not_fit_is_refused(
     inputs: list[Array | None] = [np.ones(shape, np.float32) for shape in shapes]
     with pytest.raises(Exception, match=reason):
         run(session(catalog_path, op, inputs), inputs)
+
+
+@pytest.mark.parametrize(("offset", "align"), [(0, 16), (4, 4), (8, 8)])
+def test_a_residual_counts_with_the_output_s_alignment(
+    catalog_path: Path, offset: int, align: int
+) -> None:
+    rng = np.random.default_rng(offset)
+    store = np.zeros(8 * 16 + 32, np.float32)  # which ONNX Runtime reads where it is
+    start = (-store.ctypes.data % 64 + offset) // 4
+    r = store[start : start + 8 * 16].reshape(8, 16)
+    a, b, r[...] = (rng.standard_normal(shape) for shape in ((8, 12), (12, 16), (8, 16)))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    y = run(session(catalog_path, "MatMulAdd", [a, b, r]), [a, b, r])
+    np.testing.assert_allclose(y, a @ b + r, rtol=1e-5, atol=1e-5)
+    assert PROBLEMS[0].align_c == align
 
 
 def test_registering_every_operator_costs_little(catalog_path: Path) -> None:

@@ -18,8 +18,8 @@ from moonpoly_ort.custom_ops.kernels.pack_format import Param
 from reference import DTYPES, view
 
 from moonpoly_ort import native
-from tests.epilogues import AFTER_CONVOLUTIONS, AFTER_PRODUCTS, AFTER_TRANSPOSED
 from moonpoly_ort.errors import ProblemError
+from tests.epilogues import AFTER_CONVOLUTIONS, AFTER_PRODUCTS, AFTER_TRANSPOSED
 
 STREAM = 0x5EED
 Array = npt.NDArray[Any]

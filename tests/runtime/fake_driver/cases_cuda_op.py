@@ -163,16 +163,6 @@ def test_gemm_with_bias(pack_path: Path) -> None:
     check(node.run([x, y]), 0.5 * exact(x) @ exact(y))
 
 
-@pytest.mark.parametrize("offset", [0, 8])
-def test_a_residual_counts_with_the_output_s_alignment(pack_path: Path, offset: int) -> None:
-    node = Node(pack_path, "MatMulBiasAdd")
-    x, y, c, r = array(40, 72), array(72, 136), array(136), array(40, 136, seed=3)
-    r = Aligned(r.array, offset)
-    check(node.run([x, y, c, r]), exact(x) @ exact(y) + exact(c) + exact(r))
-    ((_,), (record,)) = launches(), node._records([x, y])
-    assert (record.align_c == 16) == (offset == 0)
-
-
 def test_a_residual_moves_with_the_launches(pack_path: Path) -> None:
     node = Node(pack_path, "MatMulMul")
     x, y, r = array(2, 1, 2, 8, 24), array(1, 3, 1, 24, 16), array(2, 3, 2, 8, 16)
