@@ -113,10 +113,12 @@ class _Struct(ctypes.Structure):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-_EPILOGUE = [
-    *((name, c_int32) for name in ("activation", "residual")),
-    *((name, c_float) for name in ("act_alpha", "act_beta")),
-]
+_EPILOGUE: tuple[tuple[str, type[c_int32] | type[c_float]], ...] = (
+    ("activation", c_int32),
+    ("residual", c_int32),
+    ("act_alpha", c_float),
+    ("act_beta", c_float),
+)
 
 
 class Problem(_Struct):
