@@ -30,6 +30,8 @@ MAPS = (
     (6, (1, 2), (3, 2)),
 )
 BIASES = ("none", "row", "column", "scalar")
+# Every third product is plain; the others go through the activations, and R in all its places.
+ACTIVATIONS, RESIDUALS = list(native.Activation), list(native.Residual)
 
 
 def kernels(setting: Setting, record: Recorder) -> None:
@@ -127,11 +129,21 @@ def _forced_cases(kernel: native.KernelRecord, slots: int) -> Iterator[tuple[Pro
             product = replace(
                 base, m=m, n=n, k=k, batch=batch, a_map=a_map, b_map=b_map, bias=bias,
                 alpha=1.0 if turn % 2 else 0.5, beta=1.0 if turn % 3 else -1.5,
+                **_epilogue(turn),
             )  # fmt: skip
             yield product.fitted(), split
         most = bk if kernel.family == native.Family.GEMM_SHALLOW else bk * split + 1
-        special = replace(base, m=bm + 1, n=bn + 1, k=most, special=True)
+        special = replace(
+            base, m=bm + 1, n=bn + 1, k=most, special=True, activation=ACTIVATIONS[turn % 12]
+        )
         yield special.fitted(), split
+
+
+def _epilogue(turn: int) -> dict[str, Any]:
+    if turn % 3 == 0:
+        return {}
+    activation = ACTIVATIONS[turn * 5 % len(ACTIVATIONS)]
+    return {"activation": activation, "residual": RESIDUALS[turn // 3 % len(RESIDUALS)]}
 
 
 def _check_forced(setting: Setting, kernel: int, product: Product, split: int) -> dict[str, Any]:
@@ -267,6 +279,7 @@ def _random_product(rng: np.random.Generator, small: bool) -> Product:
         pick(aligns), pick(aligns), pick(aligns), pick((*BIASES, "matrix")),
         alpha=pick((1.0, 0.25, -2.0)), beta=pick((1.0, 0.5, -1.0)),
         packed=bool(rng.random() < 0.5), special=bool(rng.random() < 0.1),
+        **_epilogue(int(rng.integers(300))),
     )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def errors(y: torch.Tensor, operands: Operands) -> tuple[float, float, float]:
     magnitude = Operands.reference(
         Operands(
             operands.product, operands.a.magnitudes(), operands.b.magnitudes(), operands.y, None,
-            operands.problem, operands._maps,
+            None, operands.problem, operands._maps,
         )
     )  # fmt: skip
     error = y.double() - reference

@@ -101,15 +101,16 @@ class Runner:
             self._counters = torch.zeros(int(plan.counters), dtype=torch.int32, device=self.device)
 
     def launch(
-        self, problem: native.Problem, plan: native.Plan, pointers: tuple[int, int, int, int]
-    ) -> None:
-        """Launches a plan; `pointers` are those of A, B, bias (0: none) and Y."""
+        self, problem: native.Problem, plan: native.Plan, pointers: tuple[int, int, int, int],
+        residual: int = 0,
+    ) -> None:  # fmt: skip
+        """Launches a plan; `pointers`: those of A, B, bias (0: none) and Y; `residual`: of R."""
         a, b, bias, y = pointers
         if self.launcher is None:
-            self._interpret(problem, plan, a, b, bias or None, y)
+            self._interpret(problem, plan, a, b, bias or None, y, residual or None)
             return
         self.launcher.launch(
-            problem, plan, a=a, b=b, bias=bias or None, y=y,
+            problem, plan, a=a, b=b, bias=bias or None, y=y, residual=residual or None,
             workspace=self._workspace.data_ptr(), counters=self._counters.data_ptr(),
             stream=torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
@@ -133,7 +134,7 @@ class Runner:
     def run(self, operands: Operands, plan: native.Plan) -> None:
         """Launches and waits."""
         self.reserve(plan)
-        self.launch(operands.problem, plan, operands.pointers)
+        self.launch(operands.problem, plan, operands.pointers, operands.residual)
         if self.launcher is not None:
             torch.cuda.synchronize()
 

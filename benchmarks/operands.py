@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.epilogues import ALPHA, BETA, STEEPEST, finished
 from moonpoly_ort import native
 from moonpoly_ort.errors import ProblemError
 from moonpoly_ort.tuning import Shape
@@ -43,7 +44,8 @@ def error_limit(dtype: str, precision: str, k: int) -> float:
 
 @dataclass(frozen=True)
 class Product:
-    """Y[z] = alpha * op(A[(z // a_div) % a_mod]) @ op(B[(z // b_div) % b_mod]) + beta * C.
+    """Y[z] = act(alpha * op(A[(z // a_div) % a_mod]) @ op(B[(z // b_div) % b_mod]) + beta * C),
+    and R as `residual` says.
 
     `align_*` are exact: the largest power of two, in bytes and up to 16, that divides the base
     pointer, the row pitch, the batch stride and the length of a stored row; `fitted` makes the
@@ -68,6 +70,8 @@ class Product:
     beta: float = 1.0
     packed: bool = False  # as in a runtime: aligned base, rows back to back where `align` allows
     special: bool = False  # NaN, Inf and -Inf among the operands
+    activation: native.Activation = native.Activation.NONE
+    residual: native.Residual = native.Residual.NONE
 
     @property
     def limit(self) -> float:
@@ -97,6 +101,10 @@ class Product:
             parts.append(f"bias={self.bias}")
         if self.special:
             parts.append("special")
+        if self.activation:
+            parts.append(self.activation.name.lower())
+        if self.residual:
+            parts.append(f"residual {self.residual.name.lower()}")
         return " ".join(parts)
 
 
@@ -184,6 +192,7 @@ class Operands:
     b: Stack
     y: Stack
     c: Stack | None
+    r: Stack | None
     problem: native.Problem
     _maps: tuple[torch.Tensor, torch.Tensor] = field(repr=False)
 
@@ -211,10 +220,14 @@ class Operands:
             size = DTYPES[p.dtype].itemsize
             c = Stack.allocate(1, rows, columns, p.dtype, size, True, device)
             c.fill(generator)
+        r = None
+        if p.residual:  # laid out as Y
+            r = Stack.allocate(p.batch, p.m, p.n, p.dtype, p.align_c, p.packed, device)
+            r.fill(generator)
         z = torch.arange(p.batch, device=device)
         maps = ((z // p.a_map[0]) % p.a_map[1], (z // p.b_map[0]) % p.b_map[1])
         problem = native.Problem(**_fields(p, a, b, y, c))
-        return Operands(p, a, b, y, c, problem, maps)
+        return Operands(p, a, b, y, c, r, problem, maps)
 
     @property
     def pointers(self) -> tuple[int, int, int, int]:
@@ -222,8 +235,18 @@ class Operands:
         bias = 0 if self.c is None else self.c.pointer
         return self.a.pointer, self.b.pointer, bias, self.y.pointer
 
+    @property
+    def residual(self) -> int:
+        """The address of R, 0 where there is none."""
+        return 0 if self.r is None else self.r.pointer
+
     def reference(self, rows: slice = slice(None)) -> torch.Tensor:
         """Y in float64, of shape (batch, rows, n)."""
+        p = self.product
+        r = None if self.r is None else self.r.view[:, rows].double()
+        return finished(self._linear(rows), p.activation, p.residual, r)
+
+    def _linear(self, rows: slice = slice(None)) -> torch.Tensor:
         p = self.product
         a = self.a.view.mT if p.trans_a else self.a.view
         b = self.b.view.mT if p.trans_b else self.b.view
@@ -242,14 +265,26 @@ class Operands:
         TF32 keeps 10 bits of each operand's mantissa, so a product may be off by 2^-10 |A| |B|
         however it is computed. Over a few outputs whose sums happen to cancel that exceeds any
         fixed share of the outputs: there, it is the bound.
+
+        An activation may leave less of the outputs than of their errors.
         """
+        p = self.product
+        if not (p.activation or p.residual):
+            return self._linear_limit(reference)
+        linear = self._linear()
+        through = linear * self.r.view.double() if self.r and p.residual == 3 else linear
+        out, inside = (float(x.nan_to_num(0, 0, 0).norm()) for x in (reference, through))
+        least = self._linear_limit(linear)
+        return least * (1 + STEEPEST * inside / out) if out else math.inf
+
+    def _linear_limit(self, reference: torch.Tensor) -> float:
         p = self.product
         if p.dtype != "f32" or p.precision != "tf32" or reference.numel() > 64:
             return p.limit
         scale = float(reference.nan_to_num(0, 0, 0).norm())
         if scale == 0:
             return p.limit
-        magnitudes = replace(self, a=self.a.magnitudes(), b=self.b.magnitudes(), c=None).reference()
+        magnitudes = replace(self, a=self.a.magnitudes(), b=self.b.magnitudes(), c=None)._linear()
         return max(p.limit, 2**-10 * float(magnitudes.nan_to_num(0, 0, 0).norm()) / scale)
 
 
@@ -266,6 +301,7 @@ def _fields(p: Product, a: Stack, b: Stack, y: Stack, c: Stack | None) -> dict[s
         "align_a": p.align_a, "align_b": p.align_b, "align_c": p.align_c,
         "bias": BIAS_CODES[p.bias], "bias_stride_m": bias_m, "bias_stride_n": bias_n,
         "alpha": p.alpha, "beta": p.beta if c else 0.0,
+        "activation": p.activation, "residual": p.residual, "act_alpha": ALPHA, "act_beta": BETA,
     }  # fmt: skip
 
 

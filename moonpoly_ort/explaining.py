@@ -12,7 +12,7 @@ import onnx
 from . import conv_planning, devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
 from .graph_passes.domain import DOMAIN
-from .graph_passes.operators import BASES, OPERATORS
+from .graph_passes.operators import BASES, OPERATORS, Operator, Residual
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
 
 if TYPE_CHECKING:
@@ -274,6 +274,7 @@ def _plan(
                 alpha=attributes.get("alpha", 1.0),
                 beta=attributes.get("beta", 1.0),
             )
+        _add_epilogue(problem, OPERATORS[node.op_type], columns=b[-1])
         plan = pack.plan(device, problem)
         repacked = False
         # As a session does: a constant matrix, unless the product was turned round.
@@ -288,6 +289,17 @@ def _plan(
     extents = problem.m, problem.n, problem.k, problem.batch
     at_once = replace(base, launches=launches, repacked=repacked)
     return _explained(at_once, extents, plan, pack, device), plan.measured
+
+
+def _add_epilogue(problem: native.Problem, operator: Operator, columns: int) -> None:
+    """What follows the product counts in its plan: R is read, and cuBLASLt does neither."""
+    if BASES[operator.base].has_vector:
+        problem.bias, problem.beta = native.Bias.VECTOR, 1.0
+        problem.bias_stride_n = columns > 1
+    # By their names: LeakyRelu is LEAKY_RELU.
+    codes = {code.name.replace("_", ""): code for code in native.Activation}
+    problem.activation = codes[operator.activation.upper() or "NONE"]
+    problem.residual = list(Residual).index(operator.residual)
 
 
 def _plan_convolution(

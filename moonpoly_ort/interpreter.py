@@ -220,6 +220,7 @@ def _run_region(
     b_shape = b_shape[0], _padded(b_shape[1], p.align_b, e)
     a_start = r.m0 if p.trans_a else r.m0 * p.lda
     b_start = r.n0 * p.ldb if p.trans_b else r.n0
+
     def like_y(base: int) -> _Matrices:
         start = base + (r.m0 * p.ldc + r.n0) * e
         return _Matrices(start, spec.dtype, p.batch, r.m, r.n, p.ldc, p.c_batch_stride)

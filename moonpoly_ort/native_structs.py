@@ -113,15 +113,17 @@ class _Struct(ctypes.Structure):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-_EPILOGUE = [
-    *((name, c_int32) for name in ("activation", "residual")),
-    *((name, c_float) for name in ("act_alpha", "act_beta")),
-]
+_EPILOGUE: tuple[tuple[str, type[c_int32] | type[c_float]], ...] = (
+    ("activation", c_int32),
+    ("residual", c_int32),
+    ("act_alpha", c_float),
+    ("act_beta", c_float),
+)
 
 
 class Problem(_Struct):
-    """`mp_problem`: Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C), a(z) = z // a_div % a_mod
-    and b alike, and R[z] as `residual` says. Sizes and strides count elements, alignments bytes.
+    """`mp_problem`: Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C), R[z] as `residual`
+    says; a(z) = z // a_div % a_mod and b alike. Sizes and strides count elements, alignments bytes.
     """
 
     _fields_ = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from moonpoly_ort.native_structs import Activation, Residual
 
 Array = npt.NDArray[Any]
@@ -63,3 +64,25 @@ def finished(
         if r is not None and residual == Residual.MULTIPLIED:
             x = x * r
     return x
+
+
+# Operators by their names, in order of application.
+ACTIVATIONS = {
+    "Relu": Activation.RELU, "LeakyRelu": Activation.LEAKY_RELU, "Clip": Activation.CLIP,
+    "Sigmoid": Activation.SIGMOID, "Tanh": Activation.TANH,
+    "HardSigmoid": Activation.HARD_SIGMOID, "HardSwish": Activation.HARD_SWISH,
+    "Gelu": Activation.GELU, "GeluTanh": Activation.GELU_TANH,
+    "QuickGelu": Activation.QUICK_GELU, "Silu": Activation.SILU,
+}  # fmt: skip
+# What may follow each base, as (name, activation, residual).
+_PLAIN = [("", Activation.NONE, Residual.NONE), ("Add", Activation.NONE, Residual.BEFORE)]
+_ACTIVATED = [(name, code, Residual.NONE) for name, code in ACTIVATIONS.items()]
+_ADDED = [("Add" + name, code, Residual.BEFORE) for name, code in ACTIVATIONS.items()]
+AFTER_PRODUCTS = [
+    *_PLAIN, ("Mul", Activation.NONE, Residual.MULTIPLIED), *_ACTIVATED, *_ADDED,
+]  # fmt: skip
+AFTER_CONVOLUTIONS = [
+    *_PLAIN, *_ACTIVATED, *_ADDED,
+    *((name + "Add", code, Residual.AFTER) for name, code in ACTIVATIONS.items()),
+]  # fmt: skip
+AFTER_TRANSPOSED = [*_PLAIN[:1], *_ACTIVATED]

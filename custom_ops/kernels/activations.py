@@ -37,7 +37,7 @@ NORMAL = tl.constexpr((
     -2.3022072035967147, -0.10483858124482272, 9.559292718098578e-05, 1.5938941396520395e-04,
     -1.1452430246963055e-05, 3.85045018996565e-07, -5.209909321835096e-09,
 ))  # fmt: skip
-# Gelu's approximation by tanh: 0.5 * (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+# Its approximation by tanh: (1 + tanh(u)) / 2 = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 TANH_LINEAR = tl.constexpr(-2.302208198144325)
 TANH_CUBIC = tl.constexpr(-0.1029432395800235)
 
@@ -168,8 +168,8 @@ def columns(x, COUNT: tl.constexpr):
 
 @triton.jit
 def rest_of(chunks):
-    """The chunks behind the first one, and the last one again: as many as there were, so that a loop
-    may take one after the other. Registers cannot be addressed, but moved.
+    """The chunks behind the first one, and the last one again: as many as there were, so that a
+    loop may take one after the other. Registers cannot be addressed, but moved.
     """
     return chunks[1:] + chunks[-1:]
 

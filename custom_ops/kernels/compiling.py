@@ -48,7 +48,7 @@ SOURCES = {
         "gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py", "activations.py"
     ),
     "gemm_tma_masked": ("tiles.py", "activations.py", "gemm_tma.py", "gemm_tma_masked.py"),
-    "copy_padded": ("tiles.py", "activations.py", "copy_padded.py"),
+    "copy_padded": ("tiles.py", "copy_padded.py"),
     "gemm_ws_x3": (
         "gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py", "activations.py"
     ),

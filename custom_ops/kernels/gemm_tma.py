@@ -47,8 +47,8 @@ def sum_of_products(
 
 @triton.jit
 def gemm_tma(
-    a_desc, b_desc, y_desc, y, bias, workspace, counters, M, N, K, split, a_div, a_mod, b_div, b_mod,
-    z0, order, ldc, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
+    a_desc, b_desc, y_desc, y, bias, workspace, counters, M, N, K, split,
+    a_div, a_mod, b_div, b_mod, z0, order, ldc, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
     residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr,

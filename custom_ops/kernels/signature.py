@@ -44,7 +44,9 @@ _OPERAND_PITCHES = {
 }  # fmt: skip
 # By the kernels' names, see `KernelSpec.source`.
 PARAMETERS: dict[str, dict[str, Param]] = {
-    "gemm_tma": {**_DESCRIPTORS, "y": Param.PTR_Y, **_COMMON, "order": Param.ORDER, **_LIKE_Y, **_EPILOGUE},
+    "gemm_tma": {
+        **_DESCRIPTORS, "y": Param.PTR_Y, **_COMMON, "order": Param.ORDER, **_LIKE_Y, **_EPILOGUE,
+    },
     "gemm_pointer": {**_POINTERS, **_COMMON, **_PITCHES, **_EPILOGUE},
     "gemm_dot": {**_POINTERS, **_UNSPLIT, **_PITCHES, **_EPILOGUE},
     "gemm_shallow": {**_POINTERS, **_UNSPLIT, **_PITCHES, **_EPILOGUE},

@@ -258,3 +258,34 @@ def test_shapes_that_do_not_fit_a_gemm() -> None:
         (3, 2), (4, 3), None, native.Dtype.F32, trans_a=True, trans_b=True
     )
     assert (transposed.m, transposed.n, transposed.k) == (2, 4, 3)
+
+
+def test_what_follows_a_product_counts_in_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    plain = native.Pack.plan
+
+    def recorded(
+        pack: native.Pack, device: native.Device, problem: native.Problem, **options: int
+    ) -> native.Plan:
+        planned.append(native.Problem.from_buffer_copy(problem))
+        return plain(pack, device, problem, **options)
+
+    monkeypatch.setattr(native.Pack, "plan", recorded)
+    text = """
+        <ir_version: 8, opset_import: ["" : 17, "ai.moonpoly" : 1]>
+        g (float[37, 64] a, float[64, 40] b, float[40] c, float[37, 40] r) => (float[37, 40] y)
+        {
+            h = ai.moonpoly.MatMulBiasAddLeakyRelu <activation_alpha: float = 0.1> (a, b, c, r)
+            y = Identity (h)
+        }
+    """
+    model = parser.parse_model(text)
+    from moonpoly_ort.graph_passes import domain
+
+    domain.declare(model, ["MatMulBiasAddLeakyRelu"], 17)
+    (plan,) = explain(model, gpu="H200")
+    assert (plan.op, plan.m, plan.n, plan.k) == ("MatMul", 37, 40, 64)
+    (problem,) = planned[:1]
+    assert (problem.bias, problem.bias_stride_n) == (native.Bias.VECTOR, 1)
+    assert problem.activation == native.Activation.LEAKY_RELU
+    assert problem.residual == native.Residual.BEFORE

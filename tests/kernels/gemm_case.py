@@ -20,7 +20,6 @@ from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family, KernelSpec, Prec
 
 from moonpoly_ort.interpreter import run_plan
 from moonpoly_ort.native_structs import Activation, Residual
-
 from tests.epilogues import finished
 
 TORCH = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}

@@ -390,9 +390,10 @@ def _stand_ins() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     # Its parent, too: `from ... import gluon` asks that for the real one, where it is loaded.
     parent = _module("triton.experimental", gluon=gluon)
-    return {module.__name__: module for module in (
-        triton, triton_language, parent, gluon, language, hopper, dependent
-    )}
+    return {
+        module.__name__: module
+        for module in (triton, triton_language, parent, gluon, language, hopper, dependent)
+    }
 
 
 @contextlib.contextmanager

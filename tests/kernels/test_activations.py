@@ -43,15 +43,13 @@ def spec_of(family: Family, dtype: Dtype = Dtype.F32, **changes: Any) -> KernelS
 
 @pytest.mark.parametrize("activation", list(Activation)[1:])
 def test_values_of_activations(activation: Activation) -> None:
-    """Over the whole line, to 2e-6 of the larger of 1 and |x|; NaN and infinities as the formula."""
+    """Everywhere, to 2e-6 of the larger of 1 and |x|; NaN and infinities as the formula says."""
     alpha, beta = NUMBERS.get(activation, (0.0, 0.0))
     dense = np.concatenate([np.linspace(-12, 12, 9000), np.geomspace(1e-8, 1e4, 500)])
     x = np.concatenate([dense, -dense[-500:], SPECIAL]).astype(np.float32)
     # A product with one: 1 x 1 times a row is that row.
     spec = spec_of(Family.GEMM_POINTER, precision=Precision.IEEE, bn=256)
-    case = Case(
-        spec, 1, len(x), 1, activation=activation, act_alpha=alpha, act_beta=beta, slack=0
-    )
+    case = Case(spec, 1, len(x), 1, activation=activation, act_alpha=alpha, act_beta=beta, slack=0)
     case.a, case.b = torch.ones(1, 1, 1), torch.from_numpy(x).reshape(1, 1, -1)
     got = case.run().numpy().ravel().astype(np.float64)
     want = activated(x.astype(np.float64), activation, np.float32(alpha), np.float32(beta))

@@ -18,10 +18,13 @@ M, N, K, SPLIT = 10, 11, 12, 13
 A_DIV, A_MOD, B_DIV, B_MOD, Z0 = 14, 15, 16, 17, 18
 LDA, LDB, LDC, A_BATCH, B_BATCH, C_BATCH = 19, 20, 21, 22, 23, 24
 BIAS_M, BIAS_N, ALPHA, BETA, NULL, BATCH, ORDER = 25, 26, 27, 28, 29, 30, 31
+PTR_RESIDUAL, ACTIVATION, ACT_ALPHA, ACT_BETA = 32, 33, 34, 35
 
 _MIDDLE = [PTR_BIAS, PTR_WORKSPACE, PTR_COUNTERS, M, N, K, SPLIT, A_DIV, A_MOD, B_DIV, B_MOD, Z0]
-_END = [BIAS_M, BIAS_N, ALPHA, BETA, NULL, NULL]
-TMA_PARAMS = [DESC_A, DESC_B, DESC_Y, *_MIDDLE, ORDER, *_END]
+_END = [
+    BIAS_M, BIAS_N, ALPHA, BETA, PTR_RESIDUAL, ACTIVATION, ACT_ALPHA, ACT_BETA, NULL, NULL,
+]  # fmt: skip
+TMA_PARAMS = [DESC_A, DESC_B, DESC_Y, PTR_Y, *_MIDDLE, ORDER, LDC, C_BATCH, *_END]
 WS_PARAMS = [
     DESC_A, DESC_B, DESC_Y, PTR_Y, LDC, C_BATCH, *(p for p in _MIDDLE if p != SPLIT), BATCH, *_END,
 ]  # fmt: skip
@@ -186,7 +189,7 @@ def pack_bytes(
 ) -> bytes:
     """`vendor`: what every table says of cuBLASLt."""
     kernels = list(kernels)
-    header = native.PackHeader(magic=b"MOONPACK", version=3, sm=sm, key=b"0" * 64, triton=b"tiny")
+    header = native.PackHeader(magic=b"MOONPACK", version=4, sm=sm, key=b"0" * 64, triton=b"tiny")
     header.header_bytes = ctypes.sizeof(header)
     params: list[int] = []
     records = []

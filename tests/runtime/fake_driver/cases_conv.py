@@ -15,10 +15,12 @@ from fake_gpu import Aligned, driver, launches
 from fake_ort import Context, FakeOrt
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from moonpoly_ort.custom_ops.kernels.pack_format import Param
+from moonpoly_ort.graph_passes.operators import OPERATORS
 from reference import DTYPES, view
 
 from moonpoly_ort import native
 from moonpoly_ort.errors import ProblemError
+from tests.epilogues import AFTER_CONVOLUTIONS, AFTER_PRODUCTS, AFTER_TRANSPOSED
 
 STREAM = 0x5EED
 Array = npt.NDArray[Any]
@@ -222,10 +224,21 @@ def test_nodes_launch_what_computes_them(
 def test_ops_are_registered_under_every_name(pack_path: Path) -> None:
     ort = FakeOrt({"moonpoly.pack": str(pack_path)})
     ort.register()
-    for name in ("Conv", "ConvNoBias", "ConvTranspose", "ConvTransposeNoBias"):
+    names = [
+        base + name
+        for bases, after in (
+            (("Conv", "ConvNoBias"), AFTER_CONVOLUTIONS),
+            (("ConvTranspose", "ConvTransposeNoBias"), AFTER_TRANSPOSED),
+        )
+        for base in bases
+        for name, _, _ in after
+    ]
+    for name in names:
         for dtype in native.Dtype:
             assert ort.provider(ort.op(name, dtype)) == b"CUDAExecutionProvider"
-    assert len(ort.ops) == 18
+    products = [b + name for b in ("MatMul", "MatMulBias", "Gemm") for name, _, _ in AFTER_PRODUCTS]
+    assert {*names, *products} == set(OPERATORS)  # those that have function bodies
+    assert len(ort.ops) == 3 * len(OPERATORS)
 
 
 def test_without_repacking_a_constant_weight_is_read_as_it_is(pack_path: Path) -> None:

@@ -23,6 +23,7 @@ from fake_gpu import (
 from fake_ort import Context, FakeOrt
 
 from moonpoly_ort import native
+from tests.epilogues import AFTER_PRODUCTS
 
 STREAM = 0x5EED
 
@@ -162,6 +163,13 @@ def test_gemm_with_bias(pack_path: Path) -> None:
     check(node.run([x, y]), 0.5 * exact(x) @ exact(y))
 
 
+def test_a_residual_moves_with_the_launches(pack_path: Path) -> None:
+    node = Node(pack_path, "MatMulMul")
+    x, y, r = array(2, 1, 2, 8, 24), array(1, 3, 1, 24, 16), array(2, 3, 2, 8, 16)
+    check(node.run([x, y, r]), exact(x) @ exact(y) * exact(r))
+    assert len(launches()) == 2
+
+
 def test_empty_output_launches_nothing(pack_path: Path) -> None:
     node = Node(pack_path)
     context = node.run([array(0, 72), array(72, 136)])
@@ -297,13 +305,16 @@ def test_other_dtypes_load_other_kernels(pack_path: Path) -> None:
 def test_ops_are_registered_for_cuda_in_every_dtype(pack_path: Path) -> None:
     ort = FakeOrt({"moonpoly.pack": str(pack_path), "moonpoly.backend": "cuda"})
     ort.register()
-    for name in ("MatMul", "Gemm"):
+    names = [
+        base + name for base in ("MatMul", "MatMulBias", "Gemm") for name, _, _ in AFTER_PRODUCTS
+    ]
+    for name in names:
         for dtype in native.Dtype:
             assert ort.provider(ort.op(name, dtype)) == b"CUDAExecutionProvider"
     del ort.config["moonpoly.registered"]  # as in new session options
     ort.register()
     # Sessions with equal settings share the domain. The pack has no kernels of convolutions.
-    assert len(ort.ops) == 6
+    assert len(ort.ops) == 3 * len(names)
 
 
 def test_registering_twice_on_the_same_options_is_refused(pack_path: Path) -> None:

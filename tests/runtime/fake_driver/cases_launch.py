@@ -16,6 +16,7 @@ from fake_gpu import Aligned, driver, execute, fake_cubin, launches, write_fake_
 from reference import DTYPES
 
 from moonpoly_ort import errors, native
+from tests.epilogues import finished
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,8 @@ class Case:
         self, m: int, n: int, k: int, *, dtype: native.Dtype = native.Dtype.F16, batch: int = 1,
         trans_a: int = 0, trans_b: int = 0, bias: native.Bias = native.Bias.NONE,
         bias_shape: tuple[int, int] = (1, 1), align: int = 16, precision: int = 0,
+        activation: native.Activation = native.Activation.NONE,
+        residual: native.Residual = native.Residual.NONE,
     ) -> None:  # fmt: skip
         element = DTYPES[dtype]
         rng = np.random.default_rng(m * 7 + n * 5 + k)
@@ -74,6 +77,7 @@ class Case:
         self.a = operand(batch, *((k, m) if trans_a else (m, k)))
         self.b = operand(batch, *((n, k) if trans_b else (k, n)))
         self.c = operand(*bias_shape)
+        self.r = operand(batch, m, n)
         self.y = Aligned(np.full((batch, m, n), 77, element), offset)
         self.problem = native.Problem(
             dtype=dtype, precision=precision, trans_a=trans_a, trans_b=trans_b, m=m, n=n, k=k,
@@ -83,6 +87,7 @@ class Case:
             align_a=align, align_b=align, align_c=align, bias=bias,
             bias_stride_m=bias_shape[1] if bias_shape[0] > 1 else 0,
             bias_stride_n=1 if bias_shape[1] > 1 else 0, alpha=0.5, beta=2.0 if bias else 0.0,
+            activation=activation, residual=residual, act_alpha=0.25, act_beta=0.75,
         )  # fmt: skip
         a = self.a.array.astype(np.float64)
         b = self.b.array.astype(np.float64)
@@ -90,13 +95,16 @@ class Case:
         self.expected = 0.5 * product
         if bias:
             self.expected = self.expected + 2.0 * self.c.array.astype(np.float64)
+        other = self.r.array.astype(np.float64) if residual else None
+        self.expected = finished(self.expected, activation, residual, 0.25, 0.75, other)
 
     def run(self, launcher: native.Launcher, pack: native.Pack, plan: native.Plan) -> None:
         counters = Aligned(np.zeros(max(plan.counters, 1), np.int32))
         workspace = Aligned(np.zeros(max(plan.workspace_bytes, 1), np.uint8))
         launcher.launch(
             self.problem, plan, a=self.a.address, b=self.b.address, y=self.y.address,
-            bias=self.c.address if self.problem.bias else None, workspace=workspace.address,
+            bias=self.c.address if self.problem.bias else None,
+            residual=self.r.address if self.problem.residual else None, workspace=workspace.address,
             counters=counters.address, stream=0x77,
         )  # fmt: skip
         done = launches()
@@ -335,6 +343,44 @@ def test_short_pointer_kernels_are_launched_early_with_a_block_for_each_sm_at_mo
         plan = pack.plan(native.device_query(0), case.problem)
         launcher.launch(case.problem, plan, a=case.a.address, b=case.b.address, y=case.y.address)
         assert driver.fake_launched_early(0) == early
+
+
+@pytest.mark.parametrize("residual", native.Residual)
+@pytest.mark.parametrize("activation", [native.Activation.NONE, native.Activation.CLIP])
+def test_what_follows_the_product(
+    pack: native.Pack, launcher: native.Launcher, activation: native.Activation,
+    residual: native.Residual,
+) -> None:  # fmt: skip
+    case = Case(40, 72, 136, batch=3, activation=activation, residual=residual)
+    families = set()
+    for index in range(len(pack.kernels)):
+        try:
+            plan = pack.plan(native.device_query(1), case.problem, kernel=index)
+        except errors.KernelMissingError:
+            continue
+        families.add(pack.kernels[index].family)
+        case.y.array[...] = 77
+        driver.fake_reset()
+        case.run(launcher, pack, plan)
+    assert families == {native.Family.GEMM_TMA, native.Family.GEMM_POINTER, native.Family.GEMM_WS}
+
+
+def test_a_missing_residual_and_unknown_codes_are_refused(
+    pack: native.Pack, launcher: native.Launcher
+) -> None:
+    case = Case(40, 72, 48, residual=native.Residual.AFTER)
+    plan = pack.plan(native.device_query(1), case.problem)
+    with pytest.raises(errors.ProblemError, match="`residual` is null"):
+        launcher.launch(
+            case.problem, plan, a=case.a.address, b=case.b.address, y=case.y.address,
+            workspace=0x1000, counters=0x1000,
+        )  # fmt: skip
+    case.problem.residual = 4
+    with pytest.raises(errors.ProblemError, match="residual code 4"):
+        pack.plan(native.device_query(1), case.problem)
+    case.problem.residual, case.problem.activation = 0, 12
+    with pytest.raises(errors.ProblemError, match="activation code 12"):
+        pack.plan(native.device_query(1), case.problem)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(3, 5, 1000), (1, 1, 7), (40, 64, 512), (40, 64, 2048)])

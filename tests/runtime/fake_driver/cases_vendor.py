@@ -144,7 +144,7 @@ class Case:
         y = buffer(self.batch * p.c_batch_stride)
         expected = Aligned(y.array, self.offset)
         bias = c.address if self.bias else None
-        interpret(p, plan, a.address, b.address, bias, expected.address)
+        interpret(p, plan, a.address, b.address, bias, None, expected.address)
         workspace = Aligned(np.zeros(plan.workspace_bytes + workspace_offset, np.uint8))
         launcher.launch(
             p, plan, a=a.address, b=b.address, y=y.address, bias=bias,

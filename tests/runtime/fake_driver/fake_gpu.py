@@ -15,6 +15,7 @@ import tiny_pack as tp
 from reference import DTYPES, view
 
 from moonpoly_ort import native
+from tests.epilogues import finished
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_argument.restype = ctypes.c_void_p
@@ -26,7 +27,9 @@ _SIZES = {
     **dict.fromkeys(range(tp.M, tp.Z0 + 1), (4,)),
     **dict.fromkeys(range(tp.LDA, tp.BIAS_N + 1), (8,)),
     tp.ALPHA: (4,), tp.BETA: (4,), tp.NULL: (8,), tp.BATCH: (4,), tp.ORDER: (4,),
+    tp.PTR_RESIDUAL: (8,), tp.ACTIVATION: (4,), tp.ACT_ALPHA: (4,), tp.ACT_BETA: (4,),
 }  # fmt: skip
+_FLOATS = (tp.ALPHA, tp.BETA, tp.ACT_ALPHA, tp.ACT_BETA)
 _FORMATS = {128: "128s", 4: "i", 8: "q"}
 
 
@@ -109,7 +112,7 @@ class Launch:
             own = []
             for size in _SIZES[code]:
                 assert len(self.raw[at]) == size
-                layout = "f" if code in (tp.ALPHA, tp.BETA) else _FORMATS[size]
+                layout = "f" if code in _FLOATS else _FORMATS[size]
                 (value,) = struct.unpack("<" + layout, self.raw[at])
                 own.append(TensorMap.decode(value) if size == 128 else value)
                 at += 1
@@ -224,6 +227,17 @@ def execute(launch: Launch, kernel: native.KernelRecord) -> dict[int, list[objec
             strides = (one(tp.BIAS_M), one(tp.BIAS_N))
             bias = view(one(tp.PTR_BIAS), (m, n), strides, dtype).astype(np.float64)
             value = value + beta * bias  # type: ignore[operator]
+        activation, residual = one(tp.ACTIVATION) & 255, one(tp.ACTIVATION) >> 8
+        r = None
+        if residual:
+            base = one(tp.PTR_RESIDUAL) + z * one(tp.C_BATCH) * size
+            r = view(base, (m, n), (one(tp.LDC), 1), dtype).astype(np.float64)
+        else:
+            assert one(tp.PTR_RESIDUAL) == 0
+        value = finished(
+            value, native.Activation(activation), native.Residual(residual),
+            v[tp.ACT_ALPHA][0], v[tp.ACT_BETA][0], r,  # type: ignore[arg-type]
+        )  # fmt: skip
         stored(2, z, m, n)[...] = value.astype(dtype)
     return v
 
