@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import torch
 
 from benchmarks import operands
@@ -18,8 +19,11 @@ from benchmarks.machine import Setting
 from benchmarks.measuring import compare_calls
 from benchmarks.recording import NotApplicable, Recorder
 from benchmarks.running import Bound, Provider, our_session, plain_session
+from moonpoly_ort import native
+from moonpoly_ort.graph_threads import Worker
 
 ROWS = (1, 37, 128, 512)
+BY_HAND = 37  # of these, captured without an id, which a session does for one shape alone
 DEPTH = 32
 WIDTH = 768
 MANY = 40  # shapes, for what a graph takes
@@ -53,7 +57,7 @@ def graphs(setting: Setting, record: Recorder) -> None:
     graphs = our_session(model.model, provider, cuda_graphs=8)
     record.check("the session has graphs", graphs._graphs is not None)
     _values(model, eager, graphs, record)
-    _times(model, eager, graphs, provider, record)
+    _times(model, eager, graphs, provider, record)  # whose runs are a worker's by now
     _memory(model, provider, record)
     _host_inputs(provider, record)
     _not_captured(provider, record)
@@ -84,15 +88,22 @@ def _values(model: Chain, eager: Any, graphs: Any, record: Recorder) -> None:
     record.check("the same from four threads", same == 4 * len(jobs), same, 4 * len(jobs))
 
 
-def _times(model: Chain, eager: Any, graphs: Any, provider: Provider, record: Recorder) -> None:
-    """Microseconds a run: numpy in and out, and with memory bound on the GPU."""
+def _times(model: Chain, eager: Any, worker: Any, provider: Provider, record: Recorder) -> None:
+    """Microseconds a run: numpy in and out, and with memory bound on the GPU; and the parts of a
+    replay: ONNX Runtime's own (once as its part of ours, once captured by hand), the copies of
+    numpy arrays, and handing over to another thread.
+    """
+    graphs = our_session(model.model, provider, cuda_graphs=8)
+    by_hand = our_session(model.model, provider, enable_cuda_graph="1")
     theirs = plain_session(model.model, provider)
+    hand_over = Worker()
     for rows in ROWS:
         feed = _feed(rows, 0)
         x = torch.from_numpy(feed["x"]).to(provider.torch_device)
+        sessions = {"eager": eager, "graph": graphs, "graph of a worker": worker, "ort": theirs}
         bound = {
             name: Bound(session, provider, {"x": x}, {"y": torch.empty_like(x)})
-            for name, session in (("eager", eager), ("graph", graphs), ("ort", theirs))
+            for name, session in sessions.items()
         }
         for one in bound.values():
             for _ in range(3):
@@ -104,13 +115,47 @@ def _times(model: Chain, eager: Any, graphs: Any, provider: Provider, record: Re
                      errors["graph"], errors["eager"])  # fmt: skip
         calls: dict[str, Any] = {f"{name}, bound": one.run for name, one in bound.items()}
         calls |= {
-            f"{name}, numpy": partial(session.run, None, feed)
-            for name, session in (("eager", eager), ("graph", graphs), ("ort", theirs))
+            f"{name}, numpy": partial(session.run, None, feed) for name, session in sessions.items()
         }
         times = compare_calls(calls, rounds=200, seconds=3)
-        record.note(f"M={rows} us a run", {name: timing.median for name, timing in times.items()})
-        shorter = times["graph, bound"].median / times["eager, bound"].median
-        record.check(f"M={rows} replay / eager, bound", shorter <= 1, shorter, 1)
+        for how in ("bound", "numpy"):
+            taken = {name: times[f"{name}, {how}"].median for name in sessions}
+            record.note(f"M={rows} us a run, {how}", taken)
+            shorter = taken["graph"] / taken["eager"]
+            record.check(f"M={rows} replay / eager, {how}", shorter <= 1, shorter, 1)
+        before = native.stats().launches
+        bound["graph"].run()
+        graphs.run(None, feed)
+        launched = native.stats().launches - before
+        record.check(f"M={rows} launches by the host in replays", launched == 0, launched, 0)
+
+        parts: dict[str, Any] = {
+            "raw replay": _raw_replay(graphs, bound["graph"].binding),
+            "bound": bound["graph"].run,
+            "numpy": partial(graphs.run, None, feed),
+            "copy in": partial(_buffer(feed["x"], provider).update_inplace, feed["x"]),
+            "copy out": _buffer(feed["x"], provider).numpy,
+            "hand over to a thread": partial(hand_over.call, int),
+        }
+        if rows == BY_HAND:
+            captured = Bound(by_hand, provider, {"x": x}, {"y": torch.empty_like(x)})
+            parts["captured by hand"] = captured.run
+        found = compare_calls(parts, rounds=400, seconds=2)
+        record.note(f"M={rows} us, parts of a replay",
+                    {name: timing.median for name, timing in found.items()})  # fmt: skip
+        added = found["bound"].median - found["raw replay"].median
+        record.check(f"M={rows} us added to a bound replay", added <= 15, added, 15)
+
+
+def _raw_replay(session: Any, binding: Any) -> Callable[[], None]:
+    """ONNX Runtime's part of a bound replay of a session with graphs."""
+    cache = session._graphs
+    options = cache._bound[cache.policy.find(binding.key(cache.places))]
+    return partial(session._sess.run_with_iobinding, binding._iobinding, options)
+
+
+def _buffer(array: np.ndarray, provider: Provider) -> Any:
+    return ort.OrtValue.ortvalue_from_numpy(array, "cuda", provider.ordinal)
 
 
 def _free(provider: Provider) -> int:
@@ -135,6 +180,8 @@ def _memory(model: Chain, provider: Provider, record: Recorder) -> None:
             session.run(None, _feed(rows, 0))
     held = len(session._graphs.policy.ids)
     record.check("graphs held after others took their place", held == MANY, held, MANY)
+    record.note("onnxruntime can be asked to release a graph",
+                hasattr(session, "release_captured_graph"))  # fmt: skip
     record.note("MB a graph, dropped ones counted", (before - _free(provider)) / 2 / MANY / 1e6)
 
 

@@ -6,13 +6,10 @@ its user decides how this file is written:
 
 * A graph reads and writes the addresses it was captured with. Each has buffers of its own here,
   which inputs are copied into and outputs out of.
-* Graphs belong to the thread that captured them, and all threads of such a session share one
-  stream, on which nothing else may be queued during a capture. So all runs of the session take
-  place on one thread of ours, one after the other; handing a run over costs 18 us.
-* While one thread captures, CUDA refuses some calls of every other thread of the process (to
-  allocate, to copy and wait), and such a call spoils the capture. `Gate` keeps the sessions of this
-  package with graphs apart; it cannot keep others away, so that a capture may fail and is tried
-  again.
+* Graphs belong to the thread that captured them, so runs take turns on one thread
+  (`graph_threads.py`); when it changes, all graphs are captured again.
+* A capture must be alone in the process. `gate` keeps the sessions of this package with graphs
+  apart; it cannot keep others away, so that a capture may fail and is tried again.
 * What kernels read on the host (the sizes of a Reshape, say) is part of the graph. Inputs that ONNX
   Runtime keeps on the host are part of the key, byte for byte.
 * Intermediate results lie in the arena, where other runs may use the same memory between two
@@ -27,12 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
-import threading
-import weakref
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -41,6 +33,7 @@ import numpy as np
 
 from . import dependencies
 from .graph_policy import PATIENCE, GraphLimits, Policy
+from .graph_threads import Turns, gate
 
 ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
@@ -50,98 +43,6 @@ NO_GRAPH = -1
 HOST_BYTES = 1024  # of one input that is read on the host: sizes and axes, not data
 
 log = logging.getLogger("moonpoly_ort")
-
-
-class Gate:
-    """Captures take place alone in the process, anything else beside one another."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside: Counter[int] = Counter()  # how often each thread is
-        self._captures = 0  # waiting or in progress
-
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        me = threading.get_ident()
-        with self._changed:
-            # A thread that is inside already (a run that makes its session anew) must not wait for
-            # a capture that waits for it.
-            while self._captures and me not in self._inside:
-                self._changed.wait()
-            self._inside[me] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside[me] -= 1
-                if not self._inside[me]:
-                    del self._inside[me]
-                if self._captures:
-                    self._changed.notify_all()
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Not from inside of `run`."""
-        with self._changed:
-            while self._captures:
-                self._changed.wait()
-            self._captures = 1
-            while self._inside:
-                self._changed.wait()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._captures = 0
-                self._changed.notify_all()
-
-
-gate = Gate()
-
-
-class Worker:
-    """The thread that all runs of a session take place on; it ends with the worker object."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=_work, args=(self._jobs,), name="moonpoly-cuda-graphs", daemon=True
-        )
-        thread.start()
-        weakref.finalize(self, self._jobs.put, None)
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns or raises, there."""
-        job = _Job(function, arguments)
-        self._jobs.put(job)
-        job.done.acquire()
-        if job.error is not None:
-            try:
-                raise job.error
-            finally:
-                job.error = None  # a cycle: the traceback knows this frame
-        return job.result
-
-
-class _Job:
-    __slots__ = ("arguments", "done", "error", "function", "result")
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.function, self.arguments = function, arguments
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.done = threading.Lock()
-        self.done.acquire()
-
-
-def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        try:
-            job.result = job.function(*job.arguments)
-        except BaseException as error:
-            job.error = error
-        job.done.release()
-        del job  # it holds the session, which must not live until the next run
 
 
 def run_options(graph_id: int) -> Any:
@@ -196,33 +97,36 @@ class Captured:
     ) -> None:
         self._options = run_options(graph_id)
         self._binding = session.io_binding()
-        self._inputs, self._outputs = {}, []
+        self._inputs: dict[str, Any] = {}  # those on the device
+        self._outputs: list[tuple[Any, bool]] = []  # and whether on the host
         for name, array in inputs.items():
             on_host = name in places.host_inputs
             buffer = places.buffer(array.shape, array.dtype, on_host)
             self._binding.bind_ortvalue_input(name, buffer)
-            self._inputs[name] = buffer
+            if on_host:
+                buffer.update_inplace(np.ascontiguousarray(array))  # the same at every run
+            else:
+                self._inputs[name] = buffer
         for name, (shape, dtype) in outputs.items():
             buffer = places.buffer(shape, dtype, name in places.host_outputs)
             self._binding.bind_ortvalue_output(name, buffer)
-            self._outputs.append(buffer)
+            self._outputs.append((buffer, buffer.device_name() == "cpu"))
 
     def run(self, plain: Any, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Captures (the first time) and replays; returns copies of the outputs."""
-        for name, array in inputs.items():
+        for name, buffer in self._inputs.items():
             # Complete when it returns: ONNX Runtime waits for the copy, and its own stream would
             # not.
-            self._inputs[name].update_inplace(np.ascontiguousarray(array))
+            buffer.update_inplace(np.ascontiguousarray(inputs[name]))
         plain.run_with_iobinding(self._binding, self._options)
         # From the device `numpy` copies; from the host it is a view of the buffer.
         return [
-            value.numpy().copy() if value.device_name() == "cpu" else value.numpy()
-            for value in self._outputs
+            value.numpy().copy() if on_host else value.numpy() for value, on_host in self._outputs
         ]
 
 
 class GraphCache:
-    """The graphs of one session, and the thread that its runs take place on.
+    """The graphs of one session, and its runs.
 
     It does not know the session, which holds it: `plain` in the methods is the session as
     onnxruntime's own class sees it, with `run` and `run_with_iobinding`.
@@ -231,14 +135,15 @@ class GraphCache:
     def __init__(self, places: Places, limits: GraphLimits) -> None:
         self.policy = Policy(limits)
         self.places = places
-        self._worker = Worker()
+        self._turns = Turns()
+        self._epoch = 0  # of the turns, when the graphs were captured
         self._eager = run_options(NO_GRAPH)
         self._graphs: dict[int, Captured] = {}
         self._bound: dict[int, Any] = {}  # run options of graphs in the user's own memory
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Runs something else of the session in its turn; it must not capture."""
-        return self._worker.call(self._call, function, *arguments)
+        return self._turns.call(self._call, function, *arguments)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         with gate.run():
@@ -246,15 +151,17 @@ class GraphCache:
 
     def run(self, session: Any, plain: Any, names: Sequence[str], feeds: Mapping[str, Any]) -> Any:
         """As `onnxruntime.InferenceSession.run`, by a graph where there is one."""
-        return self._worker.call(self._run, session, plain, names, feeds)
+        return self._turns.call(self._run, session, plain, names, feeds)
 
     def run_bound(self, session: Any, plain: Any, binding: Any, key: Hashable) -> None:
         """A run whose tensors the user bound: `key` has their addresses, so that any binding of the
         same memory shares a graph.
         """
-        self._worker.call(self._run_bound, session, plain, binding, key)
+        self._turns.call(self._run_bound, session, plain, binding, key)
 
     def _run_bound(self, session: Any, plain: Any, binding: Any, key: Hashable) -> None:
+        if self._epoch != self._turns.epoch:
+            self._leave_behind(session)
         graph_id = self.policy.find(key)
         options = self._eager if graph_id is None else self._bound[graph_id]
         with gate.run():
@@ -272,6 +179,8 @@ class GraphCache:
         return self.policy.note(key)
 
     def _run(self, session: Any, plain: Any, names: Sequence[str], feeds: Mapping[str, Any]) -> Any:
+        if self._epoch != self._turns.epoch:
+            self._leave_behind(session)
         key = self._key(names, feeds)
         graph_id = None if key is None else self.policy.find(key)
         with gate.run():
@@ -339,10 +248,16 @@ class GraphCache:
         self.policy.captured()
         return True
 
+    def _leave_behind(self, session: Any) -> None:
+        """Gives up the graphs of the thread that runs took place on before."""
+        self._epoch = self._turns.epoch
+        for graph_id in self.policy.forget():
+            self._drop(session, graph_id)
+
     def _drop(self, session: Any, graph_id: int) -> None:
         self._graphs.pop(graph_id, None)
         self._bound.pop(graph_id, None)
-        # From 1.32 on; the CUDA provider so far takes no notice.
+        # Newer versions have it (1.31 does), but their CUDA provider takes no notice.
         release = getattr(session, "release_captured_graph", None)
         if release is not None:
             release(graph_id)

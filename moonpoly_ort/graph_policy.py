@@ -22,7 +22,8 @@ class GraphLimits:
             take none: they lie where those of other runs lie.
         captures: over the life of the session, since ONNX Runtime's CUDA provider keeps what was
             captured until the session ends; by default 8 for each graph. When they are used up,
-            the graphs that are there stay.
+            the graphs that are there stay. Graphs that are captured again because another thread
+            runs the session (twice at most) come on top.
 
     Raises:
         ArgumentError: a limit is not a positive number.
@@ -74,13 +75,14 @@ class Policy:
         self.size = 0  # bytes, of all graphs
         self._runs = 0
         self._failed = 0  # captures, in a row
+        self._forgotten = 0  # graphs, which count for nothing
         self._live: OrderedDict[Hashable, _Live] = OrderedDict()  # least recently used first
         self._seen: OrderedDict[Hashable, int] = OrderedDict()  # to the run that saw it last
 
     @property
     def budget(self) -> int:
         """Captures over the life of the session."""
-        return self.limits.captures or 8 * self.limits.graphs
+        return (self.limits.captures or 8 * self.limits.graphs) + self._forgotten
 
     @property
     def ids(self) -> list[int]:
@@ -130,6 +132,18 @@ class Policy:
         self._live[key] = _Live(self.captures, size, self._runs)
         del self._seen[key]
         return self.captures, dropped
+
+    def forget(self) -> list[int]:
+        """All graphs are lost, at no fault of their shapes: these are captured again when they come
+        again, and beyond the budget. Returns the ids that were in use.
+        """
+        lost = list(self._live.items())
+        self._live.clear()
+        self.size = 0
+        self._forgotten += len(lost)
+        for key, _ in lost:
+            self.note(key)
+        return [live.graph_id for _, live in lost]
 
     def captured(self) -> None:
         self._failed = 0

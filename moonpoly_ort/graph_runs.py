@@ -4,6 +4,7 @@ without a graph, and which are refused because they would leave results in the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
 ENABLE = "enable_cuda_graph"  # of the CUDA provider
 SHRINKAGE = "memory.enable_memory_arena_shrinkage"
+# "This session cannot use the graph capture feature as requested by the user as ..." (1.31), "...
+# the CUDA Graph feature ..." before.
+_REFUSAL = re.compile(
+    r"session cannot use the (graph capture|CUDA Graph) feature as requested by the user"
+)
 INSTEAD = "Use run or bound memory, or make the session without cuda_graphs."
 
 
@@ -35,8 +41,10 @@ def capturing(
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether ONNX Runtime made no session because it cannot capture this model."""
-    return "cannot use the" in str(error) and "Graph feature" in str(error)
+    """Whether ONNX Runtime made no session because it cannot capture this model: it has control
+    flow, or nodes that run elsewhere than on CUDA.
+    """
+    return _REFUSAL.search(str(error)) is not None
 
 
 class GraphBinding(ort.IOBinding):  # type: ignore[misc]
@@ -51,8 +59,10 @@ class GraphBinding(ort.IOBinding):  # type: ignore[misc]
         # (is output, name) -> device, element type, shape, address; None: no such memory.
         self._memory: dict[tuple[bool, str], tuple[str, str, tuple[int, ...], int] | None] = {}
         self._values: dict[tuple[bool, str], Any] = {}  # kept for as long as they are bound
+        self._bound: tuple[_MemoryKey | None, list[Any]] | None = None  # made when it is needed
 
     def _note(self, is_output: bool, name: str, value: Any, *memory: Any) -> None:
+        self._bound = None
         self._values[is_output, name] = value
         device, element, shape, address = memory or (None,) * 4
         self._memory[is_output, name] = (
@@ -96,6 +106,7 @@ class GraphBinding(ort.IOBinding):  # type: ignore[misc]
         self._clear(True)
 
     def _clear(self, is_output: bool) -> None:
+        self._bound = None
         for kept in (self._memory, self._values):
             for key in [key for key in kept if key[0] == is_output]:
                 del kept[key]
@@ -106,7 +117,23 @@ class GraphBinding(ort.IOBinding):  # type: ignore[misc]
         Raises:
             ArgumentError: something is bound to memory that ONNX Runtime allocates.
         """
+        if self._bound is None:
+            self._bound = self._key_of_memory(places)
+        memory, on_host = self._bound
+        if memory is None or not on_host:
+            return memory
+        contents = []
+        for value in on_host:
+            array = value if isinstance(value, np.ndarray) else value.numpy()
+            if array.nbytes > HOST_BYTES:
+                return None
+            contents.append(array.tobytes())
+        return memory, *contents
+
+    def _key_of_memory(self, places: Places) -> tuple[_MemoryKey | None, list[Any]]:
+        """What `key` has of the memory that is bound, and inputs whose content it has, too."""
         parts: list[Hashable] = []
+        contents: list[Any] = []
         addresses: tuple[set[int], set[int]] = set(), set()  # of inputs, of outputs
         for (is_output, name), memory in sorted(self._memory.items(), key=lambda item: item[0]):
             on_host = name in (places.host_outputs if is_output else places.host_inputs)
@@ -119,18 +146,30 @@ class GraphBinding(ort.IOBinding):  # type: ignore[misc]
                     "(bind_ortvalue_input, bind_ortvalue_output, or an address). Or use run."
                 )
             addresses[is_output].add(memory[3])
-            content = None
+            parts.append((is_output, name, *memory))
             if on_host and not is_output:
-                value = self._values[is_output, name]
-                if value is None:  # a bare address
-                    return None
-                array = value if isinstance(value, np.ndarray) else value.numpy()
-                if array.nbytes > HOST_BYTES:
-                    return None
-                content = array.tobytes()
-            parts.append((is_output, name, *memory, content))
+                contents.append(self._values[is_output, name])
         # A capture runs the model several times: results in an input's place would be its input.
-        return None if addresses[False] & addresses[True] else tuple(parts)
+        if addresses[False] & addresses[True] or any(value is None for value in contents):
+            return None, []  # None among the values: a bare address
+        return _MemoryKey(tuple(parts)), contents
+
+
+class _MemoryKey:
+    """Compares as a tuple; it is hashed once, and equal to itself at once. A replay begins with it,
+    and models bind many tensors.
+    """
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[Hashable, ...]) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _MemoryKey) and self._parts == other._parts
 
 
 def _memory_of(value: Any) -> tuple[str, str, tuple[int, ...], int]:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import dependencies, native, optimizing
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
-from .graph_cache import CUDA, GraphCache, Places, gate
+from .graph_cache import CUDA, GraphCache, Places
 from .graph_policy import GraphLimits
 from .graph_runs import ENABLE, GraphRuns, capturing, is_refusal
+from .graph_threads import gate
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import PackInfo

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import onnxruntime as ort
@@ -15,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpoly_ort import ArgumentError, GraphLimits
-from moonpoly_ort.graph_cache import Gate
 from moonpoly_ort.graph_policy import Policy
+from moonpoly_ort.graph_threads import HOMES, Gate, Turns
 
 
 def see(policy: Policy, key: object, size: int = 1) -> str:
@@ -170,8 +172,85 @@ def test_threads_take_turns_and_share_graphs(plain: ort.InferenceSession) -> Non
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
-    assert len(session.captured) == 4
-    assert session.replays == 240 - 2 * 4
+    assert 4 <= len(session.captured) <= 4 * (HOMES + 1)
+    assert session.replays == 240 - 4 - len(session.captured)
+
+
+def in_a_new_thread(function: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(function).result()
+
+
+def test_the_threads_of_runs(plain: ort.InferenceSession) -> None:
+    """The caller's, then that of a second caller, then a worker's; graphs are captured on each."""
+    session = CapturingSession(GraphLimits(4))
+    before = set(threading.enumerate())
+    binding = session.io_binding()
+    x, y = values(5, 2)
+    binding.bind_ortvalue_input("x", x)
+    binding.bind_cpu_input("k", np.array([2], np.int64))
+    binding.bind_ortvalue_output("y", y)
+
+    def ask() -> None:
+        for _ in range(2):
+            (got, _) = session.run(None, feed(3, 2))
+            np.testing.assert_array_equal(got, plain.run(["y"], feed(3, 2))[0])
+            session.run_with_iobinding(binding)
+            np.testing.assert_array_equal(y.numpy(), plain.run(["y"], feed(5, 2))[0])
+
+    for _ in range(3):
+        ask()
+    assert set(threading.enumerate()) == before
+    assert {thread for thread, _ in session.captured} == {threading.get_ident()}
+    for change in range(1, 4):
+        replays = session.replays
+        in_a_new_thread(ask)
+        ask_again = session.replays - replays
+        # Captured anew in place of a first replay each; after the last change the worker stays.
+        assert ask_again == (2 if change < HOMES + 1 else 4), change
+        assert len(session.captured) == 2 * min(change + 1, HOMES + 1)
+    (worker,) = set(threading.enumerate()) - before
+    assert sum(thread == worker.ident for thread, _ in session.captured) == 2
+    assert len({graph_id for _, graph_id in session.captured}) == 2 * (HOMES + 1)
+    assert len(session.cache._graphs) == len(session.cache._bound) == 1
+
+
+def test_a_thread_with_the_number_of_one_that_ended_is_another_one() -> None:
+    turns, numbers = Turns(), []
+    for _ in range(HOMES):
+        in_a_new_thread(lambda: numbers.append(turns.call(threading.get_ident)))
+    assert turns.epoch == HOMES  # whether the number came again (it mostly does) or not
+    in_a_new_thread(lambda: numbers.append(turns.call(threading.get_ident)))
+    assert turns.epoch == HOMES + 1
+
+
+@given(st.lists(st.sampled_from("abcde!"), max_size=40), st.integers(1, 3))
+def test_graphs_that_are_lost_are_captured_again_beyond_the_budget(
+    runs: list[str], graphs: int
+) -> None:
+    policy = Policy(GraphLimits(graphs, captures=graphs))
+    lost: set[str] = set()
+    live: set[str] = set()
+    used: set[int] = set()
+    for key in runs:
+        if key == "!":
+            ids = policy.forget()
+            assert len(ids) == len(live)
+            assert not used & set(ids), "lost twice"
+            used.update(ids)
+            lost, live = lost | live, set()
+            assert policy.ids == []
+            assert policy.size == 0
+            continue
+        answer = see(policy, key)
+        assert (answer == "replay") == (key in live)
+        if key in lost and len(live) < graphs and policy.captures < policy.budget:
+            assert answer in ("capture", "replay")
+        if answer == "capture":
+            live.add(key)
+            lost.discard(key)
+        live = {key for key in live if key in policy._live}
+    assert policy.captures <= graphs + len(used)
 
 
 def test_sessions_do_not_run_while_another_one_captures(plain: ort.InferenceSession) -> None:
@@ -263,6 +342,26 @@ def test_bound_memory_is_replayed_in_place(plain: ort.InferenceSession) -> None:
         assert not tensors[0][1].numpy().any()
 
 
+def test_other_memory_bound_to_the_same_binding_is_another_graph(
+    plain: ort.InferenceSession,
+) -> None:
+    session = CapturingSession(GraphLimits(4))
+    (x, y), (_, other) = values(3, 1), values(3, 1)
+    binding = session.io_binding()
+    binding.bind_ortvalue_input("x", x)
+    binding.bind_cpu_input("k", np.array([1], np.int64))
+    for target in (y, other, y):
+        binding.bind_ortvalue_output("y", target)
+        for seed in range(3):
+            x.update_inplace(feed(3, 1, seed)["x"])
+            session.run_with_iobinding(binding)
+            np.testing.assert_array_equal(target.numpy(), plain.run(["y"], feed(3, 1, seed))[0])
+    assert len(session.captured) == 2
+    binding.clear_binding_outputs()
+    with pytest.raises(Exception, match="utput"):
+        session.run_with_iobinding(binding)
+
+
 def test_what_would_lie_in_the_arena_is_refused() -> None:
     session = CapturingSession(GraphLimits(4))
     binding = session.io_binding()
@@ -292,6 +391,9 @@ def test_run_options_that_do_not_fit_are_refused(entry: str, value: str) -> None
 def test_a_session_that_is_given_up_frees_its_graphs_and_thread() -> None:
     others = set(threading.enumerate())
     session = CapturingSession(GraphLimits(4))
+    for _ in range(HOMES):
+        in_a_new_thread(partial(session.run, None, feed(1, 1)))
+    session.run(None, feed(1, 1))
     (worker,) = set(threading.enumerate()) - others
     for _ in range(3):
         session.run(None, feed(1, 1))
