@@ -52,14 +52,6 @@ FUSIONS: tuple[Fusion, ...] = (
 _NAMES = (*(r.name for r in RULES), batch_normalization.NAME, *(f.name for f in FUSIONS))
 """Of all rules, in the order they are applied."""
 
-FUSED_BY_DEFAULT = False
-"""Whether the custom op library has the fused operators, so that sessions use them."""
-
-_FUSING = ("fused_gemm", "fused_conv", *(fusion.name for fusion in FUSIONS))
-
-ON_REQUEST = frozenset(() if FUSED_BY_DEFAULT else _FUSING)
-"""Rules that apply only where they are named: the custom op library has no kernels for them yet."""
-
 _RULE_OF = {(rule.domain, rule.op_type): rule for rule in RULES}
 
 
@@ -67,13 +59,13 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
     """The names of the rules to apply.
 
     Args:
-        rules: The rules wanted; None means all but those on request.
+        rules: The rules wanted; None means all.
         disable: Rules to leave out.
 
     Raises:
         ProblemError: A name is not that of a rule.
     """
-    wanted = set(_NAMES) - ON_REQUEST if rules is None else set(_names(rules))
+    wanted = set(_NAMES if rules is None else _names(rules))
     unwanted = set(_names(disable))
     if unknown := sorted((wanted | unwanted) - set(_NAMES)):
         raise ProblemError(
@@ -187,8 +179,7 @@ def _refuse(
     if node.domain == domain.DOMAIN:
         return Refusal(Reason.ALREADY_REWRITTEN, "an ai.moonpoly node already")
     if rule.name not in enabled:
-        how = "applies only where rules= names it" if rule.name in ON_REQUEST else "is switched off"
-        return Refusal(Reason.DISABLED, f"rule {rule.name!r} {how}")
+        return Refusal(Reason.DISABLED, f"rule {rule.name!r} is switched off")
     if not views:
         return Refusal(
             Reason.NEVER_CALLED, "its function is never called, so its types are unknown"
