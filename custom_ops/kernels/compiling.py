@@ -44,17 +44,23 @@ SOURCES = {
     "gemm_dot": ("tiles.py", "activations.py", "gemm_dot.py"),
     "gemm_shallow": ("tiles.py", "activations.py", "gemm_shallow.py"),
     "gemv": ("tiles.py", "activations.py", "gemv.py"),
-    "gemm_ws": (
-        "gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py", "activations.py"
-    ),
+    "gemm_ws": ("gemm_ws.py", "ws_schedule.py", "ws_epilogue.py", "ws_slices.py", "activations.py"),
     "gemm_tma_masked": ("tiles.py", "activations.py", "gemm_tma.py", "gemm_tma_masked.py"),
     "copy_padded": ("tiles.py", "copy_padded.py"),
     "gemm_ws_x3": (
-        "gemm_ws_x3.py", "ws_schedule.py", "ws_epilogue.py", "ws_transposed.py", "activations.py"
+        "gemm_ws_x3.py",
+        "ws_schedule.py",
+        "ws_epilogue.py",
+        "ws_transposed.py",
+        "activations.py",
     ),
     "conv": ("tiles.py", "activations.py", "conv.py", "conv_compiling.py"),
     "conv_depthwise": (
-        "tiles.py", "activations.py", "conv.py", "conv_depthwise.py", "conv_compiling.py"
+        "tiles.py",
+        "activations.py",
+        "conv.py",
+        "conv_depthwise.py",
+        "conv_compiling.py",
     ),
 }
 ELEMENT = {Dtype.F16: "fp16", Dtype.BF16: "bf16", Dtype.F32: "fp32"}
