@@ -60,6 +60,7 @@ STREAMS = "streams.json"
 PARTS = {"kernels": 1.0, "sessions": 1.5, "streams": 3.0}
 # The same of the streams: ONNX Runtime's searches are what takes the time.
 WEIGHTS = {"chain": 2.0, "detection": 6.0, "recognition": 4.0}
+LEAST_SECONDS = 8.0  # that a stream is started with
 RESTARTS = 5  # of the kernels behind a fault on the GPU
 
 
@@ -133,10 +134,11 @@ def measure_streams(setting: Setting, folder: Path, deadline: float) -> None:
     left = [name for name in works if name not in done]
     for place, name in enumerate(left):
         weights = [WEIGHTS.get(one, 0.5) for one in left[place:]]
-        seconds = (deadline - time.monotonic()) * weights[0] / sum(weights)
-        if seconds < 5:
+        remaining = deadline - time.monotonic()
+        if remaining < LEAST_SECONDS:
             say(f"the time is up; left: {', '.join(left[place:])}")
             break
+        seconds = max(LEAST_SECONDS, remaining * weights[0] / sum(weights))
         outcome = run_section(name, works[name], seconds, setting.work)
         say(f"{name}: {outcome.status} after {outcome.seconds:.1f} s {outcome.error or ''}")
         if outcome.status != "timeout":

@@ -15,6 +15,15 @@ from .shapes import NUMBERS, element_bytes
 
 # Kinds of layers, with how many of each are measured for a way of holding numbers.
 KINDS = {"conv": 44, "first": 12, "depthwise": 16, "transposed": 10}
+# Layers that fill a GPU, as residual, detection and super-resolution networks have them: images,
+# channels in and out, side of the square image, side of the kernel, stride. Random layers are
+# mostly small, and a kernel that only these need would be dropped.
+HEAVY: tuple[tuple[int, int, int, int, int, int], ...] = (
+    (16, 64, 64, 112, 3, 1), (4, 64, 192, 150, 3, 1), (8, 96, 128, 160, 3, 1),
+    (8, 128, 128, 56, 3, 1), (2, 256, 256, 64, 3, 1), (8, 256, 256, 28, 3, 2),
+    (2, 512, 512, 64, 3, 1), (16, 512, 512, 14, 3, 1), (4, 384, 96, 56, 3, 1),
+    (1, 96, 24, 180, 9, 1), (1, 256, 256, 128, 3, 1), (32, 512, 512, 7, 3, 1),
+)  # fmt: skip
 LIGHT_KINDS = ("first", "depthwise", "transposed")
 TRIPLE = tuple[int, int, int]
 ONES: TRIPLE = (1, 1, 1)
@@ -140,6 +149,13 @@ def _draw(number: str, kind: str, rng: np.random.Generator) -> ConvShape:
                      (1, stride, stride), (1, dilation, dilation))  # fmt: skip
 
 
+def _heavy(number: str) -> list[ConvShape]:
+    return [
+        ConvShape(number, "conv", n, 1, c, k, (1, size, size), (1, side, side), (1, stride, stride))
+        for n, c, k, size, side, stride in HEAVY
+    ]
+
+
 def spread(shapes: list[ConvShape]) -> list[ConvShape]:
     """The same shapes, each as far as possible from those before it."""
     points = np.array([shape.sizes for shape in shapes])
@@ -163,5 +179,7 @@ def synthetic(number: str, seed: int = 0) -> dict[tuple[str, str, bool], list[Co
         if kind == "depthwise" and number == "f32ieee":
             continue
         drawn = dict.fromkeys(_draw(number, kind, rng) for _ in range(count))
+        if kind == "conv":
+            drawn |= dict.fromkeys(_heavy(number))
         found[number, kind, False] = spread(list(drawn))
     return found
