@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .activations import columns, finish, rest_of
+from .activations import columns, rest_of
+from .ws_finish import finished, rows_of
 
 
 @gluon.jit
@@ -91,30 +92,25 @@ def store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m, n, M,
                              bias_stride_m, bias_stride_n, beta)  # fmt: skip
             store_chunk(tile, y_desc, y_tiles, CHUNK + c, z, m, n + c * WIDTH, GROUP)
     else:  # one copy of the code for all chunks
+        has_r = activation > 255
+        residual += z * c_batch
+        r = rows_of(residual, m, n, M, N, ldc, has_r, y_desc, ROWS, WIDTH)
         for c in range(COUNT):
             tile = gl.convert_layout(chunks[0], layout, assert_trivial=True)
             if STREAM_K:
                 tile = with_parts(tile, part + c * (ROWS * WIDTH), helper, block, CONSUMERS * SIZE)
             tile = with_bias(tile * alpha, bias, m, n + c * WIDTH, M, N,
                              bias_stride_m, bias_stride_n, beta)  # fmt: skip
-            tile = finished(tile, residual + z * c_batch, m, n + c * WIDTH, M, N, ldc, 1,
-                            activation, act_alpha, act_beta)  # fmt: skip
+            buffer = y_tiles.index(2 * GROUP + (CHUNK + c) % 2).reshape([ROWS, WIDTH])
+            if has_r:
+                wait_for_buffer(CHUNK + c)
+                buffer.store(r)
+                # The next chunk's part comes while this one is computed.
+                r = rows_of(residual, m, n + (c + 1) * WIDTH, M, N, ldc, c + 1 < COUNT, y_desc,
+                            ROWS, WIDTH)  # fmt: skip
+            tile = finished(tile, buffer, activation, act_alpha, act_beta)
             store_chunk(tile, y_desc, y_tiles, CHUNK + c, z, m, n + c * WIDTH, GROUP)
             chunks = rest_of(chunks)
-
-
-@gluon.jit
-def finished(tile, residual, m, n, M, N, row_stride, column_stride, activation, act_alpha,
-             act_beta):  # fmt: skip
-    """The chunk from row m, column n on, finished; `residual` points at its batch entry."""
-    layout: gl.constexpr = tile.type.layout
-    offs_m = m + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
-    offs_n = n + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
-    rows = offs_m.to(gl.int64) * row_stride
-    at = residual + (rows[:, None] + (offs_n.to(gl.int64) * column_stride)[None, :])
-    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    # Through L1: a thread has pairs, so two loads share a sector.
-    return finish(tile, at, inside, activation, act_alpha, act_beta, "")
 
 
 @gluon.jit
@@ -147,17 +143,22 @@ def with_bias(tile, bias, m, n, M, N, bias_stride_m, bias_stride_n, beta):
 
 
 @gluon.jit
+def wait_for_buffer(number):
+    """Waits until the store that read the buffer of a tile's chunk last is through: the one before
+    last, but that a tile's last chunk may have left the buffer of the next one's first."""
+    if number > 0:
+        tma.store_wait(1)
+    else:
+        tma.store_wait(0)
+
+
+@gluon.jit
 def store_chunk(tile, y_desc, y_tiles, number, z, m, n, GROUP: gl.constexpr):
     """Sends a chunk of Y off, number `number` of its tile."""
     ROWS: gl.constexpr = y_desc.block_shape[1]
     WIDTH: gl.constexpr = y_desc.block_shape[2]
     buffer = y_tiles.index(2 * GROUP + number % 2)
-    # The store that read this buffer last is through: the one before last, but that a tile's last
-    # chunk may have left the buffer of the next one's first.
-    if number > 0:
-        tma.store_wait(1)
-    else:
-        tma.store_wait(0)
+    wait_for_buffer(number)
     buffer.reshape([ROWS, WIDTH]).store(tile.to(y_desc.dtype))
     fence_async_shared()
     tma.async_store(y_desc, [z, m, n], buffer)

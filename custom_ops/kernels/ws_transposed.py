@@ -5,7 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from .activations import columns, rest_of
-from .ws_epilogue import finished, part_of, with_bias, with_parts
+from .ws_epilogue import part_of, with_bias, with_parts
+from .ws_finish import finished, rows_of
 
 
 @gluon.jit
@@ -38,14 +39,23 @@ def store_transposed(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m,
                              bias_stride_n, bias_stride_m, beta)  # fmt: skip
             store_chunk_transposed(tile, y_desc, y_tiles, c, z, m + c * WIDTH, n, GROUP, COUNT)
     else:  # one copy of the code for all chunks
+        has_r = activation > 255
+        residual += z * c_batch
+        r = rows_of(residual, m, n, M, N, ldc, has_r, y_desc, WIDTH, ROWS)
         for c in range(COUNT):
             tile = gl.convert_layout(chunks[0], layout, assert_trivial=True)
             if STREAM_K:
                 tile = with_parts(tile, part + c * (ROWS * WIDTH), helper, block, CONSUMERS * SIZE)
             tile = with_bias(tile * alpha, bias, n, m + c * WIDTH, N, M,
                              bias_stride_n, bias_stride_m, beta)  # fmt: skip
-            tile = finished(tile, residual + z * c_batch, n, m + c * WIDTH, N, M, 1, ldc,
-                            activation, act_alpha, act_beta)  # fmt: skip
+            buffer = y_tiles.index(2 * GROUP + c % 2).reshape([WIDTH, ROWS])
+            if has_r:
+                tma.store_wait(1 if COUNT > 1 else 0)
+                buffer.store(r)
+                # The next chunk's part comes while this one is computed.
+                r = rows_of(residual, m + (c + 1) * WIDTH, n, M, N, ldc, c + 1 < COUNT, y_desc,
+                            WIDTH, ROWS)  # fmt: skip
+            tile = finished(tile, buffer.permute((1, 0)), activation, act_alpha, act_beta)
             store_chunk_transposed(tile, y_desc, y_tiles, c, z, m + c * WIDTH, n, GROUP, COUNT)
             chunks = rest_of(chunks)
 
