@@ -6,7 +6,7 @@ dozen dependent instructions, a hundred cycles. So the elements of a chunk are c
 side, which takes code without branches between elements: `activations` maps them one by one.
 
 R comes row by row, 16 bytes a thread, and changes its layout in the buffer that the chunk of Y
-leaves from: as accumulators lie, it would come in loads of two bytes.
+leaves from. As accumulators lie it would come in loads of four bytes, eight rows to a warp.
 """
 
 import triton.language as tl
@@ -67,9 +67,9 @@ def activate(x, activation, alpha, beta):
         x = gelu(x)
     elif activation == GELU_TANH:
         x = gelu_tanh(x)
-    elif (activation == QUICK_GELU) | (activation == SIGMOID):
-        quick = activation == QUICK_GELU
-        x = gated(tl.where(quick, x, 1.0), x * (tl.where(quick, alpha, 1.0) * -LOG2_E))
+    elif (activation == SIGMOID) | (activation > GELU_TANH):  # QuickGelu and Silu
+        slope = tl.where(activation == QUICK_GELU, alpha, 1.0) * -LOG2_E
+        x = gated(tl.where(activation == SIGMOID, 1.0, x), x * slope)
     else:
         x = activated(x, activation, alpha, beta)
     return x

@@ -24,7 +24,7 @@ from moonpoly_ort.custom_ops.kernels.spec import (
 )
 
 from moonpoly_ort.native_structs import Activation, Residual
-from tests.epilogues import finished
+from tests.epilogues import activated, finished
 
 
 @functools.cache
@@ -177,6 +177,26 @@ def test_product(case: tuple[Any, ...], epilogue: tuple[str, Activation, Residua
     wide = finished((wide + beta * c[at]).astype(np.float64), activation, residual, 0.5, 0.0, r)
     np.testing.assert_array_equal(y, wide.astype(np.float16))
     assert not counters.any()
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+@pytest.mark.parametrize("activation", list(Activation)[1:])
+def test_activations_of_chunks(activation: Activation) -> None:
+    """To 2e-6 of the larger of 1 and |x|; NaN and infinities as the formula says."""
+    alpha, beta = (1.702, 0.0) if activation is Activation.QUICK_GELU else (0.25, 0.75)
+    dense = np.concatenate([np.linspace(-12, 12, 9000), np.geomspace(1e-8, 1e4, 500)])
+    special = [np.nan, np.inf, -np.inf, 0.0, 1e-30, 3e38, -3e38, 88.8, -104.0]
+    x = np.concatenate([dense, -dense[-500:], special]).astype(np.float32)
+    got = module("ws_finish").activate(
+        model.tensor(x), activation, np.float32(alpha), np.float32(beta)
+    )
+    want = activated(x.astype(np.float64), activation, np.float32(alpha), np.float32(beta))
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    limit = np.finfo(np.float32).max
+    bounded, size = np.clip(want, -limit, limit), np.maximum(1, np.abs(np.clip(x, -limit, limit)))
+    there = ~np.isnan(want)
+    error = np.abs(np.clip(got.astype(np.float64), -limit, limit) - bounded)
+    assert (error[there] <= 2e-6 * size[there]).all()
 
 
 SPLIT_CASES = [
