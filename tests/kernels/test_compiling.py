@@ -129,7 +129,9 @@ def test_warp_specialised_kernels_on_hopper(tmp_path: Path) -> None:
         assert re.search(r"\bUTMALDG\.3D", sass), spec
         assert bool(re.search(r"\bUTMASTG\.3D", sass)) != spec.sliced, spec
         assert re.search(r"\bUSETMAXREG\b", sass), spec  # registers move to those that multiply
-        assert kernel.local_bytes <= 192, spec  # of the branch of activations
+        assert kernel.local_bytes <= 320, spec  # of the branch of activations
+        # In the K loop one value at most: three consumers with stream-K reload a bound of it.
+        assert len(re.findall(r"\b(?:LDL|STL)\b", _main_loop(sass))) <= 1, spec
         assert kernel.dependent_launch
         assert re.search(r"\bACQBULK\b", sass), spec  # it waits for the kernel in front
         shared, registers = estimated_resources(spec, 90)
