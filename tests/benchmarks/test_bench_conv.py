@@ -158,7 +158,7 @@ def test_without_cudnn_ours_is_timed(setting: Setting, monkeypatch: pytest.Monke
 
 def test_forced_kernels_are_of_convolutions(setting: Setting) -> None:
     found = conv_sets.forced(setting, DENSE, "f16")
-    assert len(found) > 5
+    assert len(found) >= 5
     assert all(name.startswith("conv_f16") or "conv_taps" in name for name in found)
     assert all(plan.packed for plan in found.values())
 
