@@ -47,9 +47,10 @@ class BiasFusion(Fusion):
         if isinstance(found, Refusal):
             return NearMiss(node, found)
         refusal = product.refuse_readers(product.output, by=[node])
-        if refusal is None and is_gelu and product.constant(addend) is None:
-            # The product stays where it is, in front of what may compute the addend.
-            refusal = Refusal(Reason.NOT_CONSTANT, f"{addend!r} is not a constant")
+        if refusal is None and is_gelu:
+            found = _in_front(product, addend, found)
+            if isinstance(found, Refusal):
+                refusal = found
         if refusal is not None:
             return NearMiss(node, refusal)
         index = 2 if operator.base == "Gemm" else len(operator.inputs)
@@ -74,6 +75,18 @@ class BiasFusion(Fusion):
         if product.operator.standard == "Gemm":
             return _behind_gemm(product, addend)
         return _behind_convolution(product, addend)
+
+
+def _in_front(product: Product, addend: str, found: bool | Array) -> bool | Array | Refusal:
+    """What a product that stays where it is can read of the addend of the node behind it."""
+    if product.is_constant(addend):
+        if product.producer(addend) is None or not isinstance(found, bool):
+            return found
+        # A Constant node may stand behind the product, which gets one of its own.
+        values = product.constant(addend)
+        if values is not None:
+            return values
+    return Refusal(Reason.NOT_CONSTANT, f"{addend!r} is not a constant")
 
 
 def _without_bias(node: onnx.NodeProto) -> onnx.NodeProto:

@@ -187,8 +187,14 @@ class Product:
         dtypes = [{view.dtype for view in self.types(value)} for value in (one, other)]
         return dtypes[0] == dtypes[1]
 
+    def is_constant(self, value: str) -> bool:
+        """Whether it is one, wherever its values are: in another file too."""
+        return value in self._graph.place.constants
+
     def constant(self, value: str) -> Array | None:
-        """The values of a constant of a bias's size; None for all others."""
+        """The values of a constant of a bias's size; None for all others, and where they are in
+        another file.
+        """
         found = self._graph.place.constants.get(value)
         if found is None or _elements(found.tensor.dims) > _LARGEST_VECTOR:
             return None
@@ -328,6 +334,8 @@ class _Graph:
                 fused.attribute.remove(stale)
             fused.attribute.append(onnx.helper.make_attribute(name, value))
         _stamp(fused, rule.name)
+        if last is not old:  # its constants follow it
+            self._constants[id(last)] = self._constants.pop(id(old), []) + self._constants[id(last)]
         for node in (*found.absorbed, *(() if last is old else (old,))):
             self._leave(node)
             if node is not last:

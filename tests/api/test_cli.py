@@ -55,9 +55,9 @@ class TestRewrite:
         out = tmp_path / "out.onnx"
         result = moonpoly("rewrite", model, out)
         assert result.exit_code == 0, result.output
-        assert "2 of 2 candidate nodes taken" in result.stdout
-        domains = [node.domain for node in onnx.load(out).graph.node if node.op_type != "Relu"]
-        assert domains == ["ai.moonpoly"] * 2
+        assert "3 of 3 candidate nodes taken" in result.stdout
+        nodes = [(node.domain, node.op_type) for node in onnx.load(out).graph.node]
+        assert nodes == [("ai.moonpoly", "MatMulRelu"), ("ai.moonpoly", "Gemm")]
         runs = [ort.InferenceSession(path).run(None, {"x": x})[0] for path in (model, out)]
         np.testing.assert_array_equal(*runs)
 
@@ -72,9 +72,10 @@ class TestRewrite:
         data = json.loads(
             moonpoly("rewrite", model, "--dry-run", "--json", "--disable", "gemm").stdout
         )
-        assert data["taken"] == 1
+        assert data["taken"] == 2
         taken = {node["node"]: (node["taken"], node["why_not"]) for node in data["nodes"]}
         assert taken["first"] == (True, "")
+        assert taken["r"] == (True, "")  # the Relu, which has no name
         assert taken["second"][0] is False
         assert taken["second"][1].startswith("disabled")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -39,6 +40,10 @@ def convs(draw: st.DrawFn) -> native.Conv:
 def test_every_output_is_covered_once(conv: native.Conv, gpu: str) -> None:
     device = devices.lookup(gpu)
     pack = catalog(device.sm)
+    if conv.n * conv.groups * conv.k * math.prod(conv.out) > 2**42:  # beyond every memory
+        with contextlib.suppress(ProblemError):  # more than 16 launches
+            pack.plan_conv(device, conv)
+        return
     plan = pack.plan_conv(device, conv)
     covered = 0
     for region in plan.regions:

@@ -227,9 +227,9 @@ def path(tmp_path: Path) -> Path:
 def test_a_session_copies_the_weights_once(path: Path) -> None:
     from moonpoly_ort.session import _rewritten
 
-    _rewritten(path)  # imports
+    _rewritten(path, None)  # imports
     tracemalloc.start()
-    data, _, report = _rewritten(path)
+    data, _, report = _rewritten(path, None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sum(entry.taken for entry in report) == 2
@@ -253,7 +253,7 @@ def test_a_session_of_a_model_without_candidates_gets_it_as_it_is(path: Path) ->
 
     rewritten = rewrite(path, path.with_name("rewritten.onnx")).output
     assert rewritten is not None
-    assert _rewritten(rewritten)[:2] == (rewritten, None)
+    assert _rewritten(rewritten, None)[:2] == (rewritten, None)
 
 
 def test_a_file_above_the_protobuf_limit_is_written_with_external_data(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import pytest
@@ -216,6 +218,47 @@ def test_gelus_with_a_bias_lose_it(op_type: str, rest: str) -> None:
     check_fused(model, feeds, ops=ops, rules=["matmul", "bias"])
     fused = "MatMulBiasGelu" if op_type == "BiasGelu" else "MatMulBiasGeluTanh"
     check_fused(model, feeds, ops=[fused])
+
+
+def test_of_gelus_a_bias_in_another_file_goes_into_the_product(tmp_path: Path) -> None:
+    model = parse(
+        """g (float[s, k] a, float[k, 3] b) => (float[s, 3] y) <float[3] c = {1, 2, 3}>
+            { t = MatMul (a, b)  y = com.microsoft.BiasGelu (t, c) }""",
+        imports=', "com.microsoft" : 1',
+    )
+    onnx.save(
+        model, tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0
+    )
+    result = rewrite(tmp_path / "m.onnx")
+    assert [node.op_type for node in result.model.graph.node] == ["MatMulBiasGelu"]
+
+
+@pytest.mark.parametrize("disable", [[], ["activation"]])
+def test_a_constant_behind_the_product_comes_in_front(disable: list[str]) -> None:
+    model = parse(
+        """g (float[s, k] a, float[k, 3] b) => (float[s, 3] y) {
+            t = MatMul (a, b)
+            c = Constant <value = float[3] {1.0, 2.0, 3.0}> ()
+            y = com.microsoft.BiasGelu (t, c)
+        }""",
+        imports=', "com.microsoft" : 1',
+    )
+    result = rewrite(model, disable=disable).model
+    rest = ["MatMulBias", "Gelu"] if disable else ["MatMulBiasGelu"]
+    assert [node.op_type for node in result.graph.node] == ["Constant", *rest]
+    onnx.checker.check_model(result)
+
+
+def test_a_constant_that_became_a_vector_follows_the_product() -> None:
+    model = parse(
+        """g (float[s, k] a, float[k, 3] b) => (float[s, 3] y) {
+            t = MatMul (a, b)
+            c = Constant <value = float[1, 3] {1.0, 2.0, 3.0}> ()
+            u = Add (t, c)
+            y = Relu (u)
+        }"""
+    )
+    check_fused(model, {"a": random(2, 4), "b": random(4, 3)}, ops=["MatMulBiasRelu"])
 
 
 def test_of_gelus_a_bias_of_the_run_stays() -> None:

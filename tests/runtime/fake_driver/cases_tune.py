@@ -333,7 +333,13 @@ def test_the_vendors_candidate_is_timed_where_it_runs(
         assert names.count("cublaslt") == (0 if shape.n == 129 else 1), shape
     assert outcome.vendor_wins is not None
     assert outcome.verified is not None
-    assert outcome.verified.against_vendor == pytest.approx(1, rel=0.5)
+    # It plans as a pack without a table does, which random hidden costs make up to 2.3 times as
+    # slow as the plans that were tuned for them.
+    for check in outcome.verified.checks:
+        expected = None if "x129x" in check.shape else pytest.approx(check.untuned_us, rel=0.02)
+        assert check.vendor_us == expected, check.shape
+    assert outcome.verified.against_vendor is not None
+    assert outcome.verified.against_vendor > 0.99
     table = tables.load(outcome.table)
     assert "cublaslt" not in {cost.kernel for cost in table.costs}
 
