@@ -15,6 +15,7 @@ import torch
 import moonpoly_ort
 from benchmarks.exported_models import DTYPES, PLAIN, Model, file_name
 from benchmarks.running import Bound, Provider, our_session, plain_session, session_options
+from moonpoly_ort.provider_settings import CHANGING_SHAPES
 
 Tensors = Mapping[str, torch.Tensor]
 Arrays = list[np.ndarray[Any, Any]]
@@ -121,6 +122,8 @@ def contenders(
     yield Contender("ort", partial(_plain, plain, provider))
     for how, path in present.items():
         yield Contender(f"ort+{how}", partial(_plain, path, provider))
+        if provider.is_cuda and how.startswith("onnxscript"):  # which fuses attention
+            yield Contender(f"ort+{how} sdpa", partial(_plain, path, provider, **CHANGING_SHAPES))
     if model.family in CONVOLUTIONAL and provider.is_cuda:
         heuristic = {"cudnn_conv_algo_search": "HEURISTIC"}
         yield Contender("ort heuristic", partial(_plain, plain, provider, **heuristic))

@@ -37,7 +37,6 @@ from .graph_threads import Turns, gate
 
 ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
-CUDA = "CUDAExecutionProvider"
 GRAPH_ID = "gpu_graph_id"
 NO_GRAPH = -1
 HOST_BYTES = 1024  # of one input that is read on the host: sizes and axes, not data

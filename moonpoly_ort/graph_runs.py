@@ -12,7 +12,8 @@ import numpy as np
 
 from . import dependencies
 from .errors import ArgumentError
-from .graph_cache import CUDA, GRAPH_ID, HOST_BYTES, NO_GRAPH, GraphCache, Places
+from .graph_cache import GRAPH_ID, HOST_BYTES, NO_GRAPH, GraphCache, Places
+from .provider_settings import with_settings
 
 ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
@@ -28,16 +29,9 @@ INSTEAD = "Use run or bound memory, or make the session without cuda_graphs."
 
 def capturing(
     providers: Sequence[Any] | None, provider_options: Sequence[Mapping[Any, Any]] | None
-) -> list[Any]:
+) -> list[tuple[str, dict[Any, Any]]]:
     """The `providers` of a session, with graph capture turned on for CUDA."""
-    listed = []
-    for i, entry in enumerate(providers or ort.get_available_providers()):
-        name, own = entry if isinstance(entry, tuple) else (entry, None)
-        settings = dict(own or (provider_options[i] if provider_options else {}))
-        if name == CUDA:
-            settings[ENABLE] = "1"
-        listed.append((name, settings))
-    return listed
+    return with_settings(providers, provider_options, {ENABLE: "1"})
 
 
 def is_refusal(error: Exception) -> bool:

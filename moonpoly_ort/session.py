@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import dependencies, native, optimizing
 from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
-from .graph_cache import CUDA, GraphCache, Places
+from .graph_cache import GraphCache, Places
 from .graph_policy import GraphLimits
 from .graph_runs import ENABLE, GraphRuns, capturing, is_refusal
 from .graph_threads import gate
+from .provider_settings import CUDA, for_changing_shapes
 
 if TYPE_CHECKING:
     from .custom_ops.kernels.pack_format import PackInfo
@@ -361,6 +362,9 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             # Registered ops are never inlined: with such options only the untouched model runs
             # elsewhere.
             untouched = registration is None and options in _registered
+            if self._adds_settings(registration, providers, options):
+                providers = for_changing_shapes(providers, provider_options)
+                provider_options = None
             model, folder, self.moonpoly_report = source, None, None
             if self._request.rewrite and not untouched and not _is_ort_format(source, options):
                 model, folder, self.moonpoly_report = _rewritten(source, self._request.optimize)
@@ -379,6 +383,12 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         if model is not source:  # the base class keeps it for set_providers, which is ours
             self._model_bytes = None
             self._model_path = None if isinstance(source, bytes) else os.fspath(source)
+
+    @staticmethod
+    def _adds_settings(registration: Registration | None, providers: Any, options: Any) -> bool:
+        """Providers that are set in the options come with settings that nobody can read."""
+        on_cuda = registration is not None and registration.backend == "cuda"
+        return on_cuda and bool(providers or not options.has_providers())
 
     def _create(self, model: Any, options: Any, providers: Any, provider_options: Any) -> None:
         """The base class's session, with CUDA graphs where they are asked for and can be had."""
