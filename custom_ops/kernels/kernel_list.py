@@ -34,8 +34,17 @@ SPILLING = {
             "gemm_pointer_bf16_nn_16x128x32_w4_s6_swap_split_a2b16c16",
             "gemm_pointer_f32_nn_16x128x16_w4_s6_swap_split_a4b4c4",
             "gemm_pointer_f32ieee_nt_64x128x16_w8_s6_a4b4c4",
+            "gemm_tma_masked_f16_nt_128x256x64_w8_s4",
+            "gemm_tma_masked_bf16_nt_128x256x64_w8_s4",
+            "gemm_tma_masked_f32_nt_128x256x32_w8_s4",
         }
-    )
+    ),
+    120: frozenset(
+        {
+            "gemm_tma_masked_f16_nt_128x256x64_w8_s3",
+            "gemm_tma_masked_bf16_nt_128x256x64_w8_s3",
+        }
+    ),
 }
 
 

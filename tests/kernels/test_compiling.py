@@ -30,11 +30,28 @@ SMALL = KernelSpec(Family.GEMM_POINTER, Dtype.F16, 16, 16, 16, 4, 2)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
+ALL_KERNELS = "MOONPOLY_TEST_ALL_KERNELS"
+
+
+def _chosen(sm: int) -> list[KernelSpec]:
+    """Of each source with each combination of its switches, the kernel of most registers, where
+    spills show first: 265 of the 3,978 that the lists of all architectures have, which take two
+    cores 50 minutes.
+    """
+    wanted = specs(sm, trial=True)
+    if os.environ.get(ALL_KERNELS):
+        return wanted
+    found: dict[tuple[object, ...], KernelSpec] = {}
+    for spec in sorted(wanted, key=lambda spec: -estimated_resources(spec, sm)[1]):
+        f32 = spec.dtype is Dtype.F32
+        switches = (spec.source, f32, spec.precision, spec.split_k, spec.bias_matrix, spec.swap)
+        found.setdefault(switches, spec)
+    return list(found.values())
+
+
 @pytest.mark.parametrize("sm", SHARED_LIMIT)
-def test_every_kernel_compiles_within_the_limits_of_its_architecture(sm: int) -> None:
-    # All of the two architectures that the lists were made for; of the others, which share their
-    # sources, every sixth: the six lists together have 4,000 kernels, half an hour on two cores.
-    wanted = specs(sm, trial=True)[:: 1 if sm in (80, 90) else 6]
+def test_kernels_compile_within_the_limits_of_their_architecture(sm: int) -> None:
+    wanted = _chosen(sm)
     kernels = compile_specs(wanted, sm)
     assert [kernel.spec for kernel in kernels] == wanted
     faults = []
@@ -146,19 +163,22 @@ def test_warp_specialised_kernels_on_hopper(tmp_path: Path) -> None:
 
 
 def test_products_of_split_factors_on_hopper(tmp_path: Path) -> None:
+    tiles = {Family.GEMM_TMA: (64, 64, 32), Family.GEMM_WS: (128, 128, 32)}
     wanted = [
         s for s in specs(90, trial=True)
-        if s.tf32x3 and (s.bm, s.bn, s.bk) == (128, 128, 32) and not s.split_k
+        if s.tf32x3 and (s.bm, s.bn, s.bk) == tiles.get(s.family)
+        and not (s.split_k or s.bias_matrix)
     ]  # fmt: skip
-    assert [s.family for s in wanted] == [Family.GEMM_TMA] * 2 + [Family.GEMM_WS] * 2
+    assert [s.family for s in wanted] == [Family.GEMM_TMA] + [Family.GEMM_WS] * 2
     for kernel in compile_specs(wanted, 90):
-        assert kernel.local_bytes <= 192  # of the branch of activations
+        assert kernel.local_bytes <= 96  # of the branch of activations
         # Another loop computes again what is NaN, with one product.
         loops = _loops(_sass(kernel, tmp_path))
         loop = next(loop for loop in loops if len(re.findall(r"\bHGMMA\b", loop)) == 12)
         # Three products of four instructions each, all with the left factor from registers, and no
         # wait between those of one product: the compiler did not serialise them.
-        assert len(re.findall(r"\bHGMMA\.64x128x8\S* R\d+, R\d+, gdesc", loop)) == 12, kernel.spec
+        instruction = rf"\bHGMMA\.64x{kernel.spec.bn}x8\S* R\d+, R\d+, gdesc"
+        assert len(re.findall(instruction, loop)) == 12, kernel.spec
         assert len(re.findall(r"\bWARPGROUP\.DEPBAR", loop)) <= 3, kernel.spec
 
 
@@ -187,7 +207,7 @@ def test_a_block_knows_where_it_works_before_it_waits(family: Family, tmp_path: 
 def test_a_factor_of_tf32_would_be_copied_if_it_did_not_pass_through_registers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    spec = next(s for s in specs(90) if name(s).startswith("gemm_tma_f32_nn_128x128"))
+    spec = next(s for s in specs(90) if name(s).startswith("gemm_tma_f32_nn_64x128"))
     monkeypatch.setattr(compiling, "_rounded", lambda spec, sm: "none")
     assert re.search(r"\bSTS\b", _main_loop(_sass(compile_spec(spec, 90), tmp_path)))
 

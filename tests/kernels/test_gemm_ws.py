@@ -279,9 +279,9 @@ def test_the_family_is_for_sm_90_and_each_kernel_has_a_stand_in() -> None:
         assert not any(spec.persistent for spec in specs(sm, trial=True))
     own = [spec for spec in specs(90, trial=True) if spec.persistent]
     assert {(s.dtype, s.trans_b, s.sliced) for s in own if not s.tf32x3} == {
-        (dtype, trans_b, sliced)
-        for dtype, trans_b in [*product((Dtype.F16, Dtype.BF16), (False, True)), (Dtype.F32, True)]
-        for sliced in (False, True)
+        *product((Dtype.F16, Dtype.BF16), (False, True), (False,)),
+        (Dtype.F32, True, False),
+        *product(Dtype, (True,), (True,)),  # those of NN are in LEFT_OUT
     }
     split_factors = [s for s in specs(90) if s.persistent and s.tf32x3]
     assert {(s.dtype, s.precision, s.trans_a, s.trans_b, s.sliced) for s in split_factors} == {

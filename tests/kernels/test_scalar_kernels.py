@@ -194,7 +194,8 @@ def test_outer_products_go_straight_to_and_from_registers(dtype: Dtype, tmp_path
     columns = 16 // dtype.bytes
     pieces = spec.bm * spec.bn // (32 * spec.warps) // columns
     assert len(re.findall(r"\bSTG\.E\.128\b", sass)) == pieces
-    assert len(re.findall(r"\bLDG\.E\S*\.128\b", sass)) == spec.bk
+    # Rows of B, and R, which is read in front of an activation or behind it.
+    assert len(re.findall(r"\bLDG\.E\S*\.128\b", sass)) == spec.bk + 2 * pieces
     assert not re.search(r"\b(LDS|STS)\b", sass)
 
 

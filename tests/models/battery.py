@@ -108,17 +108,28 @@ def check_without_library(rewritten: Rewritten, feeds: Feeds) -> None:
 def check_session(rewritten: Rewritten, feeds: Feeds) -> None:
     """`moonpoly_ort.InferenceSession` on the original: the bits of onnxruntime's on the CPU.
 
-    Where it folds weights, they are those of onnxruntime on the folded model.
+    Where it folds weights, they are those of onnxruntime on the folded model; where it fuses nodes,
+    those on the rewritten one, whose function bodies compute what `check_fused` compares.
     """
     before = plain_session(rewritten.before)
     session = moonpoly_ort.InferenceSession(
         str(rewritten.before), _plain_options(), providers=["CPUExecutionProvider"]
     )
     assert _interface(session) == _interface(before)
-    if any(entry.taken and entry.rule == FOLDING for entry in session.moonpoly_report or ()):
+    changing = {FOLDING, *(fusion.name for fusion in pipeline.FUSIONS)}
+    if any(entry.taken and entry.rule in changing for entry in session.moonpoly_report or ()):
         before = plain_session(moonpoly_ort.rewrite(rewritten.before).model)
     for feed in feeds:
         require_same_bits(outputs_of(session, feed), outputs_of(before, feed))
+
+
+def check_fused(rewritten: Rewritten, feeds: Feeds, limit: float) -> None:
+    """With all rules but folding: plain ONNX Runtime computes the same but for roundings."""
+    before = plain_session(rewritten.before)
+    after = plain_session(moonpoly_ort.rewrite(rewritten.before, rules=FUSING_RULES).model)
+    for feed in feeds:
+        wanted = outputs_of(before, feed)
+        check_outputs(outputs_of(after, feed), wanted, wanted, limit)
 
 
 def interpreted(path: Path, feeds: Feeds, precision: Precision = "ieee") -> list[dict[str, Array]]:

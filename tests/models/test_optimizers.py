@@ -14,6 +14,8 @@ from tests.corpus.comparing import require_close
 from tests.corpus.interface import DOMAIN, operators
 from tests.corpus.references import outputs_of
 
+from . import battery
+
 pytest.importorskip("onnxscript.rewriter.ort_fusions")
 
 PRODUCTS = ("MatMul", "Gemm")
@@ -58,11 +60,25 @@ def counted(result: moonpoly_ort.RewriteResult) -> Counter[tuple[str, str]]:
 def test_every_product_left_is_taken(case: tuple[exports.Export, str]) -> None:
     export, how = case
     taken, fused = CASES[export.id, how]
-    result = moonpoly_ort.rewrite(export.path(), optimize=how)
+    result = moonpoly_ort.rewrite(export.path(), optimize=how, rules=battery.ALL_RULES)
     found = counted(result)
     assert {name: found[DOMAIN, name] for name in PRODUCTS if found[DOMAIN, name]} == taken
     assert {name: n for (domain, name), n in found.items() if domain == "com.microsoft"} == fused
     assert not [e for e in result.report if not e.taken and e.op_type in PRODUCTS]
+
+
+def test_what_the_optimizers_leave_behind_products_is_fused(
+    case: tuple[exports.Export, str],
+) -> None:
+    export, how = case
+    _, fused = CASES[export.id, how]
+    found = counted(moonpoly_ort.rewrite(export.path(), optimize=how))
+    theirs = {name: n for (domain, name), n in found.items() if domain == "com.microsoft"}
+    kept = {name: n for name, n in fused.items() if name not in ("BiasGelu", "FastGelu")}
+    assert theirs == kept
+    gelus = sum(fused.values()) - sum(kept.values())
+    ours = [n for (domain, name), n in found.items() if domain == DOMAIN and "Gelu" in name]
+    assert sum(ours) == gelus
 
 
 def test_results_and_interface_are_the_unmodified_model_s(
@@ -80,6 +96,7 @@ def test_results_and_interface_are_the_unmodified_model_s(
 
 
 def test_the_model_without_an_optimizer_keeps_its_own_attention() -> None:
-    found = counted(moonpoly_ort.rewrite(EXPORTS["bert_op18"].path()))
+    result = moonpoly_ort.rewrite(EXPORTS["bert_op18"].path(), rules=battery.ALL_RULES)
+    found = counted(result)
     assert found[DOMAIN, "MatMul"] == 16
     assert not any(domain == "com.microsoft" for domain, _ in found)
