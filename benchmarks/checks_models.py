@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import onnx
 import torch
+from moonpoly_ort.graph_passes.operators import OPERATORS
 
 import moonpoly_ort
 from benchmarks.bert import GEMMS, MATMULS, wait
@@ -236,8 +237,12 @@ def _bert(
 ) -> None:
     provider, started = setting.provider, time.monotonic()
     counts = taken_nodes(moonpoly_ort.rewrite(path).model)
+    bases = Counter[str]()
+    for operator, count in counts.items():  # with what is fused behind each product
+        bases[OPERATORS[operator].standard] += count
     expected = {"MatMul": MATMULS * layers // 12, "Gemm": GEMMS}
-    record.check(f"{name} nodes taken", dict(counts) == expected, str(dict(counts)), str(expected))
+    record.check(f"{name} nodes taken", dict(bases) == expected, str(dict(bases)), str(expected))
+    record.note(f"{name} operators of ours", dict(counts))
     our_counts = executed_nodes(path, provider, feeds[0], ours=True)
     plain_counts = executed_nodes(path, provider, feeds[0], ours=False)
     copies, before = count_of(our_counts, MEMCPY), count_of(plain_counts, MEMCPY)

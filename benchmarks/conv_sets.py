@@ -96,7 +96,8 @@ def planned(setting: Setting, row: ConvRow, dtype: str) -> ConvPlan:
     if product is None:
         conv, packed = packed_conv(problem.conv)
         return ConvPlan(setting.pack.plan_conv(setting.device, conv), conv, packed)
-    multiplied = ConvPlan(setting.plan(product), problem.conv, 0, product, problem.w_is_a)
+    plan = setting.plan(product, flags=native.PlanFlag.NO_VENDOR)  # which nodes of Conv never use
+    multiplied = ConvPlan(plan, problem.conv, 0, product, problem.w_is_a)
     if product.align_b == 16 or not problem.w_is_a or row.y_shape[2] * row.y_shape[3] > _HUGE:
         return multiplied
     # Rows of an odd number of pixels: kernels of convolutions load them ahead, products' do not.
