@@ -1,6 +1,4 @@
-"""Sections about convolutions: each kernel by force, the eight-layer chain on changing image sizes,
-and the time of kernels beside cuDNN's.
-"""
+"""Sections about convolutions: each kernel by force, the eight-layer chain on changing sizes."""
 
 from __future__ import annotations
 
@@ -12,18 +10,17 @@ from typing import Any
 
 import onnxruntime as ort
 import torch
-import torch.nn.functional as F
 
 import moonpoly_ort
 from benchmarks.checks_kernels import check_each
 from benchmarks.convolutions import SENTINEL, ConvChain, Convolution, ConvOperands
 from benchmarks.machine import Setting
-from benchmarks.measuring import Timing, compare_launches, geometric_mean, rotation
+from benchmarks.measuring import Timing
 from benchmarks.operands import error_limit, relative_error
 from benchmarks.recording import NotApplicable, Recorder
 from benchmarks.running import Bound, plain_session, session_options
 from moonpoly_ort import native
-from moonpoly_ort.errors import KernelMissingError, MoonPolyError, ProblemError
+from moonpoly_ort.errors import MoonPolyError
 
 NAMES = ("f16", "bf16", "f32")
 PRECISIONS = ("tf32", "ieee")
@@ -32,10 +29,7 @@ Family = native.Family
 
 def _need_kernels(pack: native.Pack) -> None:
     if not any(Family(kernel.family).convolves for kernel in pack.kernels):
-        raise NotApplicable(
-            "the pack has no kernels of convolutions, which are on trial: build one with "
-            "`moonpoly pack --trial`"
-        )
+        raise NotApplicable("the pack has no kernels of convolutions")
 
 
 def kernels(setting: Setting, record: Recorder) -> None:
@@ -258,93 +252,3 @@ def _sweep(runs: list[Bound]) -> float:
 def _steady_us(one: Bound, runs: int) -> float:
     one.run()
     return _median_us([_timed(one.run) for _ in range(runs)])
-
-
-# ---- kernels beside cuDNN ------------------------------------------------------------------------
-# Rows of the networks that the issue names: a first layer, 3 x 3 of every depth, 1 x 1, depthwise.
-SHAPES = (
-    Convolution((224, 224), (7, 7), 3, 64, n=2, strides=(2, 2), pads=(3, 3, 3, 3)),
-    Convolution((56, 56), (3, 3), 64, 64, n=4, pads=(1, 1, 1, 1)),
-    Convolution((110, 110), (3, 3), 64, 64, pads=(1, 1, 1, 1)),
-    Convolution((28, 28), (3, 3), 128, 128, n=8, pads=(1, 1, 1, 1)),
-    Convolution((14, 14), (3, 3), 256, 256, n=8, pads=(1, 1, 1, 1)),
-    Convolution((7, 7), (3, 3), 512, 512, n=4, pads=(1, 1, 1, 1)),
-    Convolution((30, 30), (3, 3), 512, 512, n=20, pads=(1, 1, 1, 1)),
-    Convolution((56, 56), (1, 1), 256, 128, n=4, strides=(2, 2)),
-    Convolution((112, 112), (3, 3), 1, 1, n=4, groups=64, pads=(1, 1, 1, 1)),
-    Convolution((14, 14), (3, 3), 1, 1, n=16, groups=512, pads=(1, 1, 1, 1)),
-    Convolution((40, 160), (3, 3), 96, 24, pads=(1, 1, 1, 1)),
-)
-
-
-def times(setting: Setting, record: Recorder) -> None:
-    """Every kernel that takes a convolution, the planned one, and cuDNN's best, on an H200's L2
-    emptied between runs; nothing is judged.
-    """
-    if not setting.provider.is_cuda:
-        raise NotApplicable("needs a GPU")
-    _need_kernels(setting.pack)
-    ratios, chosen = [], []
-    for shape in SHAPES:
-        if record.time_left() < 6:
-            record.note("stopped early at", str(shape))
-            break
-        found = _time_shape(setting, shape)
-        record.note(_label(shape), found)
-        ratios.append(found["cudnn_us"] / found["planned_us"])
-        chosen.append(found["best_us"] / found["planned_us"])
-    record.note("cuDNN's time / ours, geometric mean, worst", [geometric_mean(ratios), min(ratios)])
-    record.note("best kernel's time / the planned one's", [geometric_mean(chosen), min(chosen)])
-
-
-def _label(shape: Convolution) -> str:
-    size, kernel = ("x".join(map(str, s)) for s in (shape.size, shape.kernel))
-    strides = shape.strides[0] if shape.strides else 1
-    return (
-        f"{shape.n}x{shape.groups}x{shape.c}x{size} -> {shape.k}, {kernel}, stride {strides}, "
-        f"{shape.dtype}, us"
-    )
-
-
-def _time_shape(setting: Setting, shape: Convolution) -> dict[str, Any]:
-    device = setting.provider.torch_device
-    pack = setting.pack
-    first = ConvOperands.allocate(shape, device)
-    moved = sum(t.storage.numel() * t.storage.element_size() for t in (first.x, first.w, first.y))
-    sets = rotation(moved, setting.device.l2_bytes, most=24)
-    copies = [first, *(ConvOperands.allocate(shape, device, seed) for seed in range(1, sets))]
-    planned = pack.plan_conv(setting.device, first.conv)
-    plans = {"planned": planned}
-    for index, kernel in enumerate(pack.kernels):
-        if not Family(kernel.family).convolves:
-            continue
-        try:
-            plan = pack.plan_conv(setting.device, first.conv, kernel=index)
-        except (KernelMissingError, ProblemError):
-            continue
-        plans[f"{kernel.name} x{plan.regions[0].split}"] = plan
-
-    def cudnn(index: int) -> None:
-        F.conv2d(copies[index].x.view, copies[index].stored, stride=shape.strides or 1,
-                 padding=shape.pads[:2] or 0, groups=shape.groups)  # fmt: skip
-
-    def ours(plan: native.Plan) -> Callable[[int], None]:
-        return lambda i: setting.runner.launch_conv(copies[i].conv, plan, copies[i].pointers)
-
-    for plan in plans.values():
-        setting.runner.reserve(plan)
-    launches = sets * max(1, 24 // sets)
-    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-        timings = compare_launches(
-            {"cudnn": cudnn} | {name: ours(plan) for name, plan in plans.items()},
-            sets, launches, rounds=7,
-        )  # fmt: skip
-    figures = {name: timing.median for name, timing in timings.items()}
-    by_time = sorted((us, name) for name, us in figures.items() if name not in ("planned", "cudnn"))
-    region = planned.regions[0]
-    return {
-        "cudnn_us": figures["cudnn"], "planned_us": figures["planned"], "best_us": by_time[0][0],
-        "predicted_us": planned.predicted_us,
-        "planned": f"{pack.kernels[region.kernel].name} x{region.split}",
-        "kernels": {name: us for us, name in by_time},
-    }  # fmt: skip

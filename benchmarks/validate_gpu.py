@@ -57,7 +57,6 @@ SECTIONS: dict[str, tuple[Work, float]] = {
     "times": (checks_execution.times, 40),
     "conv_kernels": (checks_conv.kernels, 60),
     "conv_chain": (checks_conv.chain, 40),
-    "conv_times": (checks_conv.times, 40),
     "devices": (checks_execution.devices, 20),
     "vendor": (checks_vendor.vendor, 70),
     "sanitizer": (checks_sanitizer.sanitizer, 90),

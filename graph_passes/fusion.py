@@ -183,10 +183,6 @@ class Product:
                 return False
         return True
 
-    def same_dtype(self, one: str, other: str) -> bool:
-        dtypes = [{view.dtype for view in self.types(value)} for value in (one, other)]
-        return dtypes[0] == dtypes[1]
-
     def is_constant(self, value: str) -> bool:
         """Whether it is one, wherever its values are: in another file too."""
         return value in self._graph.place.constants

@@ -175,9 +175,7 @@ def _detected(model: onnx.ModelProto, known: list[str]) -> str:
     for _, _, node in walk(model):
         for entry in node.metadata_props:
             if entry.key == "namespace":
-                found.update(
-                    set(re.findall(r"transformers\.models\.(\w+)\.modeling_", entry.value))
-                )
+                found.update(set(_FAMILY.findall(entry.value)))
     for family, _ in found.most_common():
         model_type = _TYPES_OF_FAMILIES.get(family, family)
         if model_type in known:

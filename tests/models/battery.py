@@ -26,7 +26,7 @@ FOLDING = "batch_normalization"
 """The rule that changes weights, and so the bits of results."""
 
 ALL_RULES = tuple(rule.name for rule in pipeline.RULES)
-"""The rules that take one node for one, those on request too."""
+"""The rules that take one node for one."""
 
 FUSING_RULES = tuple(rule.name for rule in moonpoly_ort.list_rules() if rule.name != FOLDING)
 """Those and the rules that fuse nodes."""
