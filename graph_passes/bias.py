@@ -48,9 +48,11 @@ class BiasFusion(Fusion):
             return NearMiss(node, found)
         refusal = product.refuse_readers(product.output, by=[node])
         if refusal is None and is_gelu:
-            found = _in_front(product, addend, found)
-            if isinstance(found, Refusal):
-                refusal = found
+            readable = _in_front(product, addend, found)
+            if isinstance(readable, Refusal):
+                refusal = readable
+            else:
+                found = readable
         if refusal is not None:
             return NearMiss(node, refusal)
         index = 2 if operator.base == "Gemm" else len(operator.inputs)
