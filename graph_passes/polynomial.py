@@ -11,8 +11,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-X = "x"
-"""The input of the activation."""
+X = ""
+"""The input of the activation. Atoms go by names of the model's values, of which none is empty."""
 
 Terms = Mapping[tuple[str, ...], float]
 """A polynomial: the coefficient of each product of atoms, named in order; () is the constant 1."""

@@ -203,6 +203,25 @@ def test_what_is_no_known_activation_stays(form: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rest", "ops"),
+    [
+        ("{0} = Relu (t)  y = Sigmoid ({0})", ["MatMulRelu", "Sigmoid"]),
+        ("{0} = Tanh (t)  s = Sigmoid ({0})  y = Mul ({0}, s)", ["MatMulTanh", "Sigmoid", "Mul"]),
+        ("{0} = Sigmoid (t)  y = Mul ({0}, t)", ["MatMulSilu"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["x", "X", "t/x", "q"])
+def test_values_may_have_any_name(rest: str, ops: list[str], name: str) -> None:
+    """None of them is taken for the product in the expressions behind it."""
+    nodes = rest.format("named")
+    model = parse(f"g (float[s, k] a, float[k, 5] b) => (y) {{ t = MatMul (a, b)  {nodes} }}")
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [name if old == "named" else old for old in names]
+    check_fused(model, {"a": random(3, 4), "b": random(4, 5)}, ops=ops)
+
+
+@pytest.mark.parametrize(
     "rest",
     ["y = Relu (x)  z = Neg (x)", "s = Sigmoid (x)  y = Mul (x, s)  z = Neg (s)"],
 )
