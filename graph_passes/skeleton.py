@@ -106,6 +106,18 @@ def _simplify(info: onnx.ValueInfoProto) -> None:
         for dimension in info.type.tensor_type.shape.dim:
             if dimension.HasField("dim_value") and dimension.dim_value <= 0:
                 dimension.ClearField("dim_value")
+            if not size_name(dimension):
+                dimension.ClearField("dim_param")
+
+
+def size_name(dimension: onnx.TensorShapeProto.Dimension) -> str:
+    """The name of a dimension that stands for one size; empty if it has none.
+
+    Names without a letter or digit, such as "" and "?", are what tools write for "unknown", on any
+    number of dimensions that differ.
+    """
+    name = dimension.dim_param
+    return name if any(map(str.isalnum, name)) else ""
 
 
 def _forget_names(info: onnx.ValueInfoProto) -> None:

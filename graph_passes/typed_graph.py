@@ -23,7 +23,7 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 from moonpoly_ort.errors import ModelError
 
 from .domain import DOMAIN, is_standard
-from .skeleton import skeleton, subgraphs
+from .skeleton import size_name, skeleton, subgraphs
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +161,11 @@ def recorded_names(
         The names for each of the graphs, with those that inference found from the model's inputs;
         nothing for all of them after a contradiction.
     """
-    known = {dim.dim_param for info in model.graph.input for dim in _dimensions(info)} - {""}
+    known = {size_name(dim) for info in model.graph.input for dim in _dimensions(info)} - {""}
     result: list[Recorded] = []
     for graph, values in graphs:
         recorded = {
-            info.name: [dimension.dim_param for dimension in _dimensions(info)]
+            info.name: [size_name(dimension) for dimension in _dimensions(info)]
             for info in (*graph.value_info, *graph.output)
         }
         names = {}

@@ -185,3 +185,34 @@ def test_names_that_tools_invented_prove_nothing() -> None:
         )
         model.graph.value_info.append(info)
     check_fused(model, ops=["Neg", "MatMul", "Add"], missed=["residual: shape-unproven"])
+
+
+@pytest.mark.parametrize("name", ["", "?", "-", "s"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_names_that_mean_unknown_prove_nothing(name: str, recorded: bool) -> None:
+    """Some tools write one such name on every dimension that they do not know."""
+    model = parse(
+        """g (float[s, 4] a, float[s, 4] c, float[4, 4] w) => (y)
+            { r = Neg (c)  t = MatMul (a, w)  y = Add (t, r) }"""
+    )
+    for value in model.graph.input[:2]:
+        value.type.tensor_type.shape.dim[0].dim_param = name
+    if recorded:
+        for value in ("r", "t"):
+            model.graph.value_info.append(onnx.helper.make_tensor_value_info(value, 1, [name, 4]))
+    feeds = {"a": random(3, 4), "w": random(4, 4)}
+    if name == "s":
+        check_fused(model, {**feeds, "c": random(3, 4)}, ops=["Neg", "MatMulAdd"])
+        return
+    missed = ["residual: shape-unproven"]
+    check_fused(model, {**feeds, "c": random(1, 4)}, ops=["Neg", "MatMul", "Add"], missed=missed)
+
+
+def test_a_vector_of_unknown_length_is_no_bias() -> None:
+    model = parse(
+        "g (float[s, 4] a, float[4, n] w, float[n] c) => (y) { t = MatMul (a, w)  y = Add (t, c) }"
+    )
+    model.graph.input[1].type.tensor_type.shape.dim[1].dim_param = ""
+    model.graph.input[2].type.tensor_type.shape.dim[0].dim_param = ""
+    feeds = {"a": random(3, 4), "w": random(4, 5), "c": random(1)}
+    check_fused(model, feeds, ops=["MatMul", "Add"], missed=["bias: broadcasts"])
