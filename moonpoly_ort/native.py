@@ -559,16 +559,18 @@ def _install(setter: str, kind: Any, function: Callable[..., None] | None) -> No
     def call(
         problem: Any,
         plan: ctypes._Pointer[Plan],
-        first: int,
-        second: int,
+        first: int | None,
+        second: int | None,
         bias: int | None,
         residual: int | None,
-        y: int,
+        y: int | None,
         error: ctypes._Pointer[c_char],
         error_bytes: int,
     ) -> int:
         try:
-            function(problem.contents, plan.contents, first, second, bias, residual, y)
+            # ctypes gives None for null, which an empty tensor's address may be.
+            addresses = first or 0, second or 0, bias, residual, y or 0
+            function(problem.contents, plan.contents, *addresses)
         except Exception as caught:
             text = f"{type(caught).__name__}: {caught}".encode()[: error_bytes - 1]
             ctypes.memmove(error, text + b"\0", len(text) + 1)

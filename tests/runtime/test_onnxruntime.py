@@ -186,6 +186,24 @@ def test_gemm_equals_onnx_runtimes_own(
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_constant_operands_may_be_empty(catalog_path: Path) -> None:
+    """ONNX Runtime gives null as the address of an empty constant."""
+    inputs = [random([5, 0], 1), random([0, 4], 2), random([4], 3)]
+    model = node_model("Gemm", inputs)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(inputs[1], "x1"))
+    del model.graph.input[1]
+    seen = []
+
+    def interpret(*call: object) -> None:
+        seen.append(call[3])
+        _record(*call)
+
+    native.set_interpreter(interpret)
+    got = run(session(model, options(catalog_path)), [inputs[0], None, inputs[2]])
+    np.testing.assert_array_equal(got, np.broadcast_to(inputs[2], (5, 4)))
+    assert seen == [0]
+
+
 def test_gemm_defaults_and_absent_c(catalog_path: Path) -> None:
     a, b = random([5, 3], 1), random([3, 4], 2)
     expected = onnx_runtimes_own("Gemm", [a, b])
