@@ -107,8 +107,7 @@ def rewrite(
             copied into the same folder under its own names, in pieces, unless it is there already.
             Nothing appears under these names before all of it is complete.
         static: Take nodes whose shapes are all known, too.
-        rules: Names of the rules to apply (`list_rules`); None: all but `fused_gemm`, `fused_conv`
-            and those that fuse nodes: the library has no kernels for their operators yet.
+        rules: Names of the rules to apply (`list_rules`); None: all of them.
         disable: Names of rules to leave out.
         overwrite: Replace data files in the output's folder that have other content.
         base_dir: Folder of the external data of a model that is not given as a path.
