@@ -53,17 +53,20 @@ def function(op_type: str, opset: int) -> onnx.FunctionProto:
 def refuse_foreign_use(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Raises ModelError if `model` uses the domain for anything but what this package writes.
 
+    An import alone is no use: ONNX Runtime writes one of version 1000 into every model that it
+    saves in a process where the library is registered.
+
     Args:
         model: The model, before it is rewritten.
         nodes: All its nodes, those in subgraphs and functions included.
     """
-    for entry in model.opset_import:
-        if entry.domain == DOMAIN and entry.version != VERSION:
-            raise _foreign(f"it imports version {entry.version}")
+    other = [e.version for e in model.opset_import if e.domain == DOMAIN and e.version != VERSION]
     known = set()
     for candidate in model.functions:
         if candidate.domain != DOMAIN:
             continue
+        if other:
+            raise _foreign(f"it imports version {other[0]}")
         opset = imported_version(candidate.opset_import)
         if (
             candidate.name not in OPERATORS
@@ -73,6 +76,8 @@ def refuse_foreign_use(model: onnx.ModelProto, nodes: Iterable[onnx.NodeProto]) 
             raise _foreign(f"it has a function {candidate.name!r} with another body")
         known.add(candidate.name)
     for node in nodes:
+        if node.domain == DOMAIN and other:
+            raise _foreign(f"it imports version {other[0]}")
         if node.domain == DOMAIN and node.op_type not in known:
             raise _foreign(f"node {node.name!r} calls {node.op_type!r}, which has no function")
 
@@ -105,6 +110,9 @@ def declare(model: onnx.ModelProto, op_types: Iterable[str], opset: int) -> None
 
 
 def import_into(imports: Any) -> None:
-    """Adds the domain to the opset imports of a model or a function, once."""
-    if all(entry.domain != DOMAIN for entry in imports):
+    """Has the opset imports of a model or a function name the domain once, in our version."""
+    present = [entry for entry in imports if entry.domain == DOMAIN]
+    for entry in present:
+        entry.version = VERSION
+    if not present:
         imports.add(domain=DOMAIN, version=VERSION)

@@ -248,7 +248,7 @@ FOREIGN = '<domain: "ai.moonpoly", opset_import: ["" : 17]> '
 @pytest.mark.parametrize(
     ("call", "imports", "functions", "message"),
     [
-        ("y = MatMul (a, w)", ', "ai.moonpoly" : 2', "", "imports version 2"),
+        ("y = ai.moonpoly.MatMul (a, w)", ', "ai.moonpoly" : 2', "", "imports version 2"),
         ("y = ai.moonpoly.Gemm (a, w)", ', "ai.moonpoly" : 1', "", "calls 'Gemm'"),
         (
             "y = ai.moonpoly.MatMul (a, w)",
@@ -270,3 +270,10 @@ def test_foreign_use_of_the_domain_is_refused(
     model = parse(LINEAR.replace("y = MatMul (a, w)", call), imports=imports, functions=functions)
     with pytest.raises(ModelError, match=message):
         rewrite(model)
+
+
+def test_an_import_alone_is_no_use_of_the_domain() -> None:
+    """As ONNX Runtime leaves it in what it saves where the library is registered."""
+    model = parse(LINEAR, imports=', "ai.moonpoly" : 1000')
+    imports = {e.domain: e.version for e in rewrite(model).model.opset_import}
+    assert imports["ai.moonpoly"] == 1
