@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moonpoly_ort import native
 from moonpoly_ort.tuning.cuda import Gpu
-from moonpoly_ort.tuning.gate import check
+from moonpoly_ort.tuning.product_gate import check
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Whether a kernel of convolutions computes the right thing: as `gate`, for odd convolutions.
+"""Whether a kernel of convolutions computes the right thing: as `product_gate`, for odd ones.
 
 X, W and the bias lie between NaN; the result starts as NaN, and what lies around it must stay so.
 """
@@ -17,8 +17,9 @@ from ..custom_ops.kernels.pack_format import FAMILY_CODE
 from ..custom_ops.kernels.spec import Family
 from ..errors import KernelMissingError
 from .cuda import Gpu
-from .gate import NAN_WORD, SPLIT, Array, error_limit
+from .device_array import Array, DeviceArray
 from .measuring import DTYPES
+from .product_gate import NAN_WORD, SPLIT, error_limit
 
 GUARD = 128  # elements on either side of each operand; keeps 16-byte alignment
 FAMILIES = {code: family for family, code in FAMILY_CODE.items()}
@@ -71,36 +72,23 @@ def _channels(kernel: native.KernelRecord, family: Family) -> tuple[int, int]:
     return kernel.bk * split + 3, kernel.bk - 1
 
 
-class Guarded:
+class Guarded(DeviceArray):
     """An array on the device between NaN."""
 
     def __init__(self, gpu: Gpu, values: Array) -> None:
-        self._gpu, self.count = gpu, values.size
+        self.count = values.size
         around = np.full(GUARD, np.nan, values.dtype)
-        self.contents = np.concatenate([around, values.reshape(-1), around])
-        self._base = gpu.allocate(self.contents.nbytes)
-        self.upload()
+        super().__init__(gpu, np.concatenate([around, values.reshape(-1), around]))
 
     @property
     def pointer(self) -> int:
-        return self._base + GUARD * self.contents.itemsize
-
-    def upload(self) -> None:
-        self._gpu.upload(self._base, self.contents)
-
-    def download(self) -> Array:
-        found = np.empty_like(self.contents)
-        self._gpu.download(self._base, found)
-        return found
-
-    def free(self) -> None:
-        self._gpu.free(self._base)
+        return super().pointer + GUARD * self.contents.itemsize
 
 
 def check_conv(
     gpu: Gpu, launcher: native.Launcher, pack: native.Pack, device: native.Device, index: int
 ) -> str:
-    """As `gate.check`."""
+    """As `product_gate.check`."""
     for conv in cases(pack.kernels[index]):
         if fault := _check(gpu, launcher, pack, device, index, conv):
             return (

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import native
 from .shapes import NUMBERS, element_bytes
+from .spreading import farthest_first
 
 # Kinds of layers, with how many of each are measured for a way of holding numbers.
 KINDS = {"conv": 44, "first": 12, "depthwise": 16, "transposed": 10}
@@ -159,13 +160,7 @@ def _heavy(number: str) -> list[ConvShape]:
 def spread(shapes: list[ConvShape]) -> list[ConvShape]:
     """The same shapes, each as far as possible from those before it."""
     points = np.array([shape.sizes for shape in shapes])
-    order = [int(np.argmin(((points - points.mean(axis=0)) ** 2).sum(axis=1)))]
-    distance = ((points - points[order[0]]) ** 2).sum(axis=1)
-    while len(order) < len(shapes):
-        distance[order] = -1
-        order.append(int(np.argmax(distance)))
-        distance = np.minimum(distance, ((points - points[order[-1]]) ** 2).sum(axis=1))
-    return [shapes[index] for index in order]
+    return [shapes[index] for index in farthest_first(points)]
 
 
 def synthetic(number: str, seed: int = 0) -> dict[tuple[str, str, bool], list[ConvShape]]:

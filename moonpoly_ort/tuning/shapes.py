@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import native
+from .spreading import farthest_first
 
 # How numbers are held and multiplied, by the names that timings go by.
 NUMBERS = {
@@ -145,14 +146,7 @@ def spread(shapes: list[Shape]) -> list[Shape]:
             for s, p in ((shape, shape.problem()) for shape in shapes)
         ]
     )  # fmt: skip
-    center = points.mean(axis=0)
-    order = [int(np.argmin(((points - center) ** 2).sum(axis=1)))]
-    distance = ((points - points[order[0]]) ** 2).sum(axis=1)
-    while len(order) < len(shapes):
-        distance[order] = -1
-        order.append(int(np.argmax(distance)))
-        distance = np.minimum(distance, ((points - points[order[-1]]) ** 2).sum(axis=1))
-    return [shapes[index] for index in order]
+    return [shapes[index] for index in farthest_first(points)]
 
 
 def synthetic(number: str, layout: str, seed: int = 0) -> dict[tuple[str, str, bool], list[Shape]]:
