@@ -107,10 +107,15 @@ class ConvKernel {
     }
     if (reinterpret_cast<uintptr_t>(operands.a) % 16) conv.w_taps = 0;
     if (found.pointwise) {
+      mp_problem& product = found.product.problem;
+      if (packed_ && multiplies_copy(conv)) {
+        factors.a = packed_->data();
+        (found.w_is_a ? product.lda : product.ldb) = packed_strides_.w_k;
+      }
       if (!found.w_is_a) std::swap(factors.a, factors.b);
       set_alignment(&found.product, factors.a, factors.b, factors.y, residual);
       if (!is_better_convolved(found, uses(context))) {
-        multiply(context, found.product.problem, factors);
+        multiply(context, product, factors);
         return;
       }
     }
@@ -139,7 +144,7 @@ class ConvKernel {
     if (w.shape.rank < 3 || w.shape.rank > 5) return;  // Compute says what is wrong
     mp_conv conv;
     conv_of_weight(w.shape, attributes_, element_, &conv);
-    if (always_a_product(conv)) return;
+    if (always_a_product(conv) && !multiplies_copy(conv)) return;
     if (packed_conv(conv, &packed_strides_) > 0) packed_ = make(conv, w.data);
   }
 
@@ -189,6 +194,12 @@ class ConvKernel {
     return kernel_taps(conv) == 1 && conv.groups == 1 && !conv.transposed &&
            all(attributes_.stride, attributes_.stride_count, 1) &&
            all(attributes_.pad, attributes_.pad_count, 0);
+  }
+
+  // Whether the copy of W is the factor of a product, too: where it is rounded. Products of W
+  // itself put a network of 64 layers off by 0.032, ONNX Runtime's own TF32 by 0.017.
+  static bool multiplies_copy(const mp_conv& conv) {
+    return is_rounded(conv) && kernel_taps(conv) == 1 && conv.groups == 1;
   }
 
   const OpStructure& structure_;

@@ -61,10 +61,13 @@ void pack_elements(const mp_conv& c, const mp_conv& to, const T* w, T* packed) {
 
 }  // namespace
 
+bool is_rounded(const mp_conv& c) { return c.dtype == MP_F32 && c.precision == MP_TF32; }
+
 int64_t packed_conv(const mp_conv& c, mp_conv* out) {
   *out = c;
   if (c.c <= 1 && c.groups > 1) return 0;  // depthwise
-  if (c.c == 0 || c.k == 0 || c.w_taps != 0) return 0;
+  if (c.c == 0 || c.k == 0) return 0;
+  if (c.w_taps != 0 && !is_rounded(c)) return 0;  // stored as the kernels like it
   const int64_t bytes = element_bytes(c.dtype), unit = kUnit / bytes;
   out->w_taps = taps_at_a_time(c, kStep * 2 / bytes);
   int64_t row;
@@ -92,7 +95,7 @@ void pack_conv(const mp_conv& c, const void* w, void* packed) {
   if (element_bytes(c.dtype) == 4) {
     auto* elements = static_cast<uint32_t*>(packed);
     pack_elements(c, to, static_cast<const uint32_t*>(w), elements);
-    if (c.precision == MP_TF32) std::transform(elements, elements + bytes / 4, elements, tf32);
+    if (is_rounded(c)) std::transform(elements, elements + bytes / 4, elements, tf32);
   } else {
     pack_elements(c, to, static_cast<const uint16_t*>(w), static_cast<uint16_t*>(packed));
   }

@@ -1,4 +1,5 @@
-// W of a convolution, stored anew so that kernels load it 16 bytes at a time (mp_conv.w_taps).
+// W of a convolution, stored anew: so that kernels load it 16 bytes at a time (mp_conv.w_taps), and
+// rounded where they compute in TF32.
 #ifndef MOONPOLY_CONV_WEIGHTS_H_
 #define MOONPOLY_CONV_WEIGHTS_H_
 
@@ -12,6 +13,8 @@ namespace moonpoly {
 
 class Launcher;
 
+// Whether copies of W are rounded: to TF32, which the tensor core would cut them off to.
+bool is_rounded(const mp_conv& conv);
 // The convolution with the strides of such a copy, in `out`; its bytes, or 0 where a copy has no
 // use.
 int64_t packed_conv(const mp_conv& conv, mp_conv* out);

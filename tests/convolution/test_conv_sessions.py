@@ -169,6 +169,36 @@ def test_half_precision_against_float64(
     assert relative_error(got, want) <= bound(inputs[0].dtype)
 
 
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ConvCase((7, 9), (1, 1), c=20, k=24, n=2),
+        ConvCase((7, 9), (1, 1), c=9, k=5, n=2),
+        ConvCase((1, 1), (1, 1), c=20, k=24, n=3),
+        ConvCase((1, 1), (1, 1), c=9, k=1, n=3),
+        ConvCase((3, 4), (1, 1), c=9, k=1),
+    ],
+    ids=["even", "odd", "rows", "vector", "one"],
+)
+def test_a_constant_pointwise_weight_is_rounded_for_tf32_alone(
+    pack: Path, case: ConvCase, precision: str
+) -> None:
+    """The interpreter cuts nothing off, so that the result tells which W was read. It scales X as
+    kernels do for whom the tensor core will: the scale is free.
+    """
+    x, w, _ = replace(case, dtype=native.Dtype.F32).operands()
+    assert w is not None
+    rounded = ((w.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    got = run("Conv", [x, w, None], pack, constant_w=True, precision=precision, **case.attributes)
+    off = {}
+    for name, factor in (("tf32", rounded), ("ieee", w)):
+        product = exact(case, x, factor, None)
+        scale = np.vdot(got, product) / np.vdot(product, product)
+        off[name] = relative_error(got, scale * product)
+    assert off.pop(precision) < 1e-6 < 1e-5 < min(off.values())
+
+
 AUTO = [
     ("Conv", {"auto_pad": "SAME_UPPER", "strides": [2, 3]}),
     ("Conv", {"auto_pad": "SAME_LOWER", "strides": [2, 3]}),
