@@ -305,8 +305,10 @@ class KernelRecord(_Struct):
             )
         ),
         ("desc", DescShape * 3),
-        *((field, c_int32) for field in ("dependent_launch", "persistent", "tf32x3", "sliced")),
-        ("reserved", c_int32),
+        *(
+            (field, c_int32)
+            for field in ("dependent_launch", "persistent", "tf32x3", "sliced", "pingpong")
+        ),
         ("cubin_offset", c_int64),
         ("cubin_bytes", c_int64),
     ]  # fmt: skip

@@ -1,10 +1,15 @@
 """Warp-specialised persistent GEMM for sm_90: one warpgroup loads tiles through TMA, one to three
-warpgroups multiply them with wgmma, each its own rows of the tile.
+warpgroups multiply them with wgmma: each its own rows of every tile, or with PINGPONG, two in turn
+whole tiles.
 
 Per stage of the ring there is one `full` barrier (one arrival: the producer's, completed by the
-bytes that it expects) and one `empty` barrier (one arrival from each consumer). Producer and
-consumers walk the same work items in the same order, so the ring runs on across tiles: loads of the
-next tile overlap this one's epilogue, which leaves through its own shared memory and TMA.
+bytes that it expects) and one `empty` barrier (one arrival from each consumer that reads it).
+Producer and consumers walk the same work items in the same order, so the ring runs on across tiles:
+loads of the next tile overlap this one's epilogue, which leaves through its own shared memory and
+TMA. With PINGPONG the products of the next tile overlap it, too. Stages come in the order of tiles,
+and the parity of `full` tells the next phase from this one but not from the last: a consumer starts
+a tile when the other has the last stage of its own, which a `turns` barrier says (one for each, one
+arrival).
 """
 
 from triton.experimental import gluon
@@ -39,6 +44,13 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def skip(stage, phase, steps, STAGES: gl.constexpr):
+    """`advance`, `steps` times."""
+    stage += steps
+    return stage % STAGES, phase ^ (stage // STAGES % 2)
+
+
+@gluon.jit
 def before(stage, STAGES: gl.constexpr):
     """The stage that came before. Not a variable that remembers it: Triton 3.9 takes one that
     starts equal to `stage`, and is then assigned its last value, for a constant of the loop."""
@@ -50,10 +62,11 @@ def produce(a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
             M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
-            CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-            DEPENDENT_LAUNCH: gl.constexpr, SLICED: gl.constexpr):  # fmt: skip
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr,
+            SLICED: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
     """The loading warpgroup."""
-    ROWS: gl.constexpr = BM // CONSUMERS
+    PARTS: gl.constexpr = 1 if PINGPONG else CONSUMERS
+    ROWS: gl.constexpr = BM // PARTS
     LOW: gl.constexpr = low_part(BN)
     REST: gl.constexpr = BN - LOW
     BYTES: gl.constexpr = (BM + BN) * BK * a_desc.dtype.primitive_bitwidth // 8
@@ -77,9 +90,9 @@ def produce(a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, BYTES)
-            for group in gl.static_range(CONSUMERS):
-                rows = m + group * ROWS
-                a = a_ring.index(stage * CONSUMERS + group)
+            for part in gl.static_range(PARTS):
+                rows = m + part * ROWS
+                a = a_ring.index(stage * PARTS + part)
                 tma.async_load(a_desc, [a_z, k, rows] if TRANS_A else [a_z, rows, k], bar, a)
             b = b_ring.index(stage)
             if REST == 0:
@@ -100,15 +113,18 @@ def produce(a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
 
 
 @gluon.jit
-def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empty,
+def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empty, turns,
             bias, workspace, counters, M, N, K, tiles, z0, bias_stride_m, bias_stride_n,
             alpha, beta, after, GROUP: gl.constexpr,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
-            CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-            DEPENDENT_LAUNCH: gl.constexpr, SLICED: gl.constexpr):  # fmt: skip
-    """The warpgroup that multiplies the rows of number GROUP in each tile."""
-    ROWS: gl.constexpr = BM // CONSUMERS
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr,
+            SLICED: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
+    """The warpgroup number GROUP of those that multiply: the rows of that number in each tile, or,
+    in turn with the others, whole tiles."""
+    PARTS: gl.constexpr = 1 if PINGPONG else CONSUMERS
+    PART: gl.constexpr = 0 if PINGPONG else GROUP
+    ROWS: gl.constexpr = BM // PARTS
     LOW: gl.constexpr = low_part(BN)
     REST: gl.constexpr = BN - LOW
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -122,11 +138,15 @@ def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empt
         items = 1
     stage = 0
     phase = 0
-    for index in range(items):
+    turn = 1 - GROUP  # the first one's first wait returns at once
+    if PINGPONG:
+        stage, phase = skip(stage, phase, GROUP * steps, STAGES)
+    for index in range(GROUP if PINGPONG else 0, items, CONSUMERS if PINGPONG else 1):
         tile, begin, stop, end = item(index, end, whole, streamed, first, steps, STREAM_K)
         if SLICED:
             tile, part, parts, begin, stop = slice_of(tiles, steps)
         z, m, n = origin(tile, M, N, BM, BN, GROUP_M)
+        m += PART * ROWS
         acc = gl.zeros((ROWS, LOW), gl.float32, layout)
         if REST > 0:
             rest_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -134,13 +154,18 @@ def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empt
                 instr_shape=[16, REST, 256 // a_ring.dtype.primitive_bitwidth],
             )  # fmt: skip
             rest = gl.zeros((ROWS, REST), gl.float32, rest_layout)
+        if PINGPONG:
+            mbarrier.wait(turns.index(GROUP), turn)
+            turn ^= 1
         for step in range(begin, stop):
             mbarrier.wait(full.index(stage), phase)
-            a = a_ring.index(stage * CONSUMERS + GROUP)
+            a = a_ring.index(stage * PARTS + PART)
             b = b_ring.index(stage)
             a = a.reshape([BK, ROWS]).permute([1, 0]) if TRANS_A else a.reshape([ROWS, BK])
             b = b.reshape([LOW, BK]).permute([1, 0]) if TRANS_B else b.reshape([BK, LOW])
             acc = warpgroup_mma(a, b, acc, precision="tf32", is_async=True)
+            if PINGPONG:
+                mbarrier.arrive(turns.index(1 - GROUP), pred=step == stop - 1)
             # One stage in flight: the one before is read.
             if REST > 0:
                 b = b_rest.index(stage)
@@ -167,7 +192,7 @@ def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empt
                 store_part(rest, partials + part * (ROWS * BN) + LOW, BN)
             ready, present, run, stride = parts_ready(counters + slot, part, parts)
             if ready:
-                store_share(partials, run, stride, parts, y, bias, z + z0, m + GROUP * ROWS, n,
+                store_share(partials, run, stride, parts, y, bias, z + z0, m, n,
                             M, N, ldc, c_batch, bias_stride_m, bias_stride_n, alpha, beta,
                             after, ROWS, BN)  # fmt: skip
                 if present:
@@ -180,13 +205,15 @@ def consume(y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full, empt
                 helper = owner_of((tile - whole) * steps, tiles, steps)
                 wait_for(counters, helper, block, GROUP, CONSUMERS)
             store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block,
-                       z + z0, m + GROUP * ROWS, n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
+                       z + z0, m, n, M, N, bias_stride_m, bias_stride_n, alpha, beta,
                        after, 0, GROUP, CONSUMERS, STREAM_K)  # fmt: skip
             if REST > 0:
                 store_tile(rest, y_desc, y_tiles, bias, workspace, helper, block,
-                           z + z0, m + GROUP * ROWS, n + LOW, M, N, bias_stride_m, bias_stride_n,
+                           z + z0, m, n + LOW, M, N, bias_stride_m, bias_stride_n,
                            alpha, beta, after, LOW // y_desc.block_shape[2],
                            GROUP, CONSUMERS, STREAM_K)  # fmt: skip
+        if PINGPONG:
+            stage, phase = skip(stage, phase, (CONSUMERS - 1) * steps, STAGES)
     tma.store_wait(0)
 
 
@@ -196,13 +223,14 @@ def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, 
             residual, activation, act_alpha, act_beta,
             BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP_M: gl.constexpr,
             TRANS_A: gl.constexpr, TRANS_B: gl.constexpr, STREAM_K: gl.constexpr,
-            CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-            DEPENDENT_LAUNCH: gl.constexpr, SLICED: gl.constexpr):  # fmt: skip
+            CONSUMERS: gl.constexpr, STAGES: gl.constexpr, DEPENDENT_LAUNCH: gl.constexpr,
+            SLICED: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
+    PARTS: gl.constexpr = 1 if PINGPONG else CONSUMERS
     A_BOX: gl.constexpr = a_desc.block_shape
     B_BOX: gl.constexpr = b_desc.block_shape
     Y_BOX: gl.constexpr = y_desc.block_shape
     a_ring = gl.allocate_shared_memory(
-        a_desc.dtype, [STAGES * CONSUMERS, A_BOX[0], A_BOX[1], A_BOX[2]], a_desc.layout
+        a_desc.dtype, [STAGES * PARTS, A_BOX[0], A_BOX[1], A_BOX[2]], a_desc.layout
     )
     LOW: gl.constexpr = low_part(BN)
     b_ring = gl.allocate_shared_memory(
@@ -220,7 +248,12 @@ def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, 
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=CONSUMERS)
+        mbarrier.init(empty.index(stage), count=PARTS)
+    turns = empty
+    if PINGPONG:
+        turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+        for group in gl.static_range(CONSUMERS):
+            mbarrier.init(turns.index(group), count=1)
     fence_async_shared()
 
     if DEPENDENT_LAUNCH:
@@ -234,51 +267,51 @@ def gemm_ws(a_desc, b_desc, y_desc, y, ldc, c_batch, bias, workspace, counters, 
     if CONSUMERS == 1:
         gl.warp_specialize(
             [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
-                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        empty, turns, bias, workspace, counters, M, N, K, tiles, z0,
                         bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED)),
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG)),
              (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
                         M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED))],
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG))],
             [4], [40])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
-                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        empty, turns, bias, workspace, counters, M, N, K, tiles, z0,
                         bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED)),
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG)),
              (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
-                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        empty, turns, bias, workspace, counters, M, N, K, tiles, z0,
                         bias_stride_m, bias_stride_n, alpha, beta, after, 1,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED)),
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG)),
              (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
                         M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED))],
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG))],
             [4, 4], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize(
             [(consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
-                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        empty, turns, bias, workspace, counters, M, N, K, tiles, z0,
                         bias_stride_m, bias_stride_n, alpha, beta, after, 0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED)),
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG)),
              (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
-                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        empty, turns, bias, workspace, counters, M, N, K, tiles, z0,
                         bias_stride_m, bias_stride_n, alpha, beta, after, 1,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED)),
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG)),
              (consume, (y_desc, y, ldc, c_batch, a_ring, b_ring, b_rest, y_tiles, full,
-                        empty, bias, workspace, counters, M, N, K, tiles, z0,
+                        empty, turns, bias, workspace, counters, M, N, K, tiles, z0,
                         bias_stride_m, bias_stride_n, alpha, beta, after, 2,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED)),
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG)),
              (produce, (a_desc, b_desc, a_ring, b_ring, b_rest, full, empty,
                         M, N, K, tiles, a_div, a_mod, b_div, b_mod, z0,
                         BM, BN, BK, GROUP_M, TRANS_A, TRANS_B, STREAM_K, CONSUMERS, STAGES,
-                        DEPENDENT_LAUNCH, SLICED))],
+                        DEPENDENT_LAUNCH, SLICED, PINGPONG))],
             [4, 4, 4], [160, 160, 32])  # fmt: skip

@@ -146,15 +146,16 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
         if dtype is Dtype.F32:
             out += _ieee(aligned, sm)
         out += _small(aligned, sm)
-    for specialized, sliced, listed in (
-        (tile_lists.SPECIALIZED, False, True),
-        (tile_lists.SLICED, True, True),
-        (tile_lists.TRIED, False, trial),
+    for specialized, kind, listed in (
+        (tile_lists.SPECIALIZED, {}, True),
+        (tile_lists.PINGPONG, {"pingpong": True}, True),
+        (tile_lists.SLICED, {"split_k": True, "sliced": True}, True),
+        (tile_lists.TRIED, {}, trial),
     ):
         for dtype, layout in product(Dtype, (NN, NT)):
-            like = KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 8, 2, *layout)
+            like = KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 12, 2, *layout)
             if listed:
-                out += _expand(specialized, replace(like, split_k=sliced, sliced=sliced), sm)
+                out += _expand(specialized, replace(like, **kind), sm)
     split = KernelSpec(
         Family.GEMM_WS, Dtype.F32, 128, 16, 16, 16, 2, *NT, precision=Precision.IEEE, tf32x3=True,
     )  # fmt: skip

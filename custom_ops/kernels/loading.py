@@ -77,6 +77,7 @@ def constants(
             "STREAM_K": spec.split_k and not spec.sliced,
             "CONSUMERS": spec.consumers, "STAGES": spec.stages,
             "DEPENDENT_LAUNCH": dependent_launch, "SLICED": spec.sliced,
+            "PINGPONG": spec.pingpong,
         }  # fmt: skip
     common |= {
         "SPLIT_K": spec.split_k, "SWAP": spec.swap, "BIAS_MATRIX": spec.bias_matrix,

@@ -82,7 +82,7 @@ KERNEL = np.dtype([
         "shared_bytes", "registers", "param_offset", "param_count",
     )),
     ("desc", DESC_SHAPE, 3), ("dependent_launch", "<i4"), ("persistent", "<i4"),
-    ("tf32x3", "<i4"), ("sliced", "<i4"), ("reserved", "<i4"),
+    ("tf32x3", "<i4"), ("sliced", "<i4"), ("pingpong", "<i4"),
     ("cubin_offset", "<i8"), ("cubin_bytes", "<i8"),
 ])  # fmt: skip
 COST = np.dtype([
@@ -224,7 +224,7 @@ def encode(
         for attribute in (
             "trans_a", "trans_b", "bm", "bn", "bk", "warps", "stages", "group_m", "split_k", "swap",
             "bias_matrix", "align_a", "align_b", "align_c", "persistent", "tf32x3",
-            "sliced",
+            "sliced", "pingpong",
         ):  # fmt: skip
             row[attribute] = getattr(spec, attribute)
         row["shared_bytes"] = kernel.shared_bytes

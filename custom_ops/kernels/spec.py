@@ -99,6 +99,7 @@ class KernelSpec:
     align_c: int = 16
     tf32x3: bool = False  # ieee: by three TF32 products of split factors, not on the scalar units
     sliced: bool = False  # gemm_ws with split-K: a block has one slice of one tile
+    pingpong: bool = False  # gemm_ws: consumers take whole tiles in turn, not rows of each
 
     @property
     def source(self) -> str:
@@ -119,8 +120,16 @@ class KernelSpec:
         return self.warps // 4 - (2 if self.tf32x3 else 1)
 
     @property
+    def consumer_rows(self) -> int:
+        """gemm_ws: rows of a tile that one consumer multiplies."""
+        return self.bm if self.pingpong else self.bm // self.consumers
+
+    @property
     def multiplying_warps(self) -> int:
-        return 4 * self.consumers if self.family is Family.GEMM_WS else self.warps
+        """Those that multiply one tile."""
+        if self.family is not Family.GEMM_WS:
+            return self.warps
+        return 4 if self.pingpong else 4 * self.consumers
 
     @property
     def b_columns(self) -> int:
@@ -152,7 +161,7 @@ class KernelSpec:
         if self.swap:
             columns = self.bn // self.consumers
             return min(self.bm, 8192 // columns // self.dtype.bytes), columns
-        rows = self.bm // self.consumers
+        rows = self.consumer_rows
         most = self.b_columns if self.b_columns == self.bn else 32  # room for two such boxes
         return rows, min(most, 8192 // rows // self.dtype.bytes)
 
@@ -166,6 +175,7 @@ def name(spec: KernelSpec) -> str:
         "" if spec.group_m == 8 else f"g{spec.group_m}",
         "swap" if spec.swap else "",
         "sliced" if spec.sliced else "split" if spec.split_k else "",
+        "pingpong" if spec.pingpong else "",
         "cmatrix" if spec.bias_matrix else "",
         "x3" if spec.tf32x3 else "",
         "" if spec.family.tensor_maps else f"a{spec.align_a}b{spec.align_b}c{spec.align_c}",
@@ -179,8 +189,8 @@ def why_illegal(spec: KernelSpec, sm: int) -> str | None:
         return (
             f"sm_{sm} is not supported; supported are {', '.join(f'sm_{s}' for s in SHARED_LIMIT)}"
         )
-    if spec.sliced and spec.family is not Family.GEMM_WS:
-        return "slices added up together are for gemm_ws alone"
+    if (spec.sliced or spec.pingpong) and spec.family is not Family.GEMM_WS:
+        return "slices added up together and tiles taken in turn are for gemm_ws alone"
     if spec.family is Family.GEMM_WS:
         reason = _why_illegal_ws(spec, sm)
         if reason is not None:
@@ -240,10 +250,14 @@ def _why_illegal_ws(spec: KernelSpec, sm: int) -> str | None:
     if spec.tf32x3:
         if (spec.warps, spec.bn if spec.swap else spec.bm) != (16, 128):
             return "of split factors it computes tiles of 128 rows, or columns, with 16 warps"
+        if spec.pingpong:
+            return "of split factors consumers take their own rows of each tile"
         if spec.trans_a or spec.trans_b == spec.swap:
             return "of split factors the right one must be contiguous along K: nt, or nn swapped"
         return None
-    if spec.bm not in (64 * spec.consumers, 128 * spec.consumers):
+    if spec.pingpong and (spec.consumers != 2 or spec.split_k):
+        return "tiles are taken in turn by two consumers, and whole"
+    if spec.consumer_rows not in (64, 128) or spec.bm % spec.consumer_rows:
         return f"bm = {spec.bm}: each of {spec.consumers} consumers takes 64 or 128 rows"
     if spec.swap:
         return "it computes upright tiles only"
@@ -457,7 +471,8 @@ def _resources_ws(spec: KernelSpec) -> tuple[int, int]:
         ring += spec.stages * (right * spec.bk * spec.dtype.bytes + 8)  # its lower parts
         ring += 8 * right  # moves rows and columns between layouts
     registers = ws_register_limit(spec) or min(255, 65536 // (32 * spec.warps) // 8 * 8)
-    return ring + stores + 80 * spec.consumers + 90, registers
+    turns = 16 * spec.consumers if spec.pingpong else 0
+    return ring + stores + turns + 80 * spec.consumers + 90, registers
 
 
 def _resources_copy(spec: KernelSpec) -> tuple[int, int]:

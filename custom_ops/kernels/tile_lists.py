@@ -82,6 +82,14 @@ SPECIALIZED = (
     Tile(64, 128, 64, 8, 2, "f"),
     Tile(64, 64, 128, 8, 1, "f"),
 )
+# The same, two consumers in turn: the epilogue of a tile, an activation above all, costs nothing
+# where the products of the next take longer.
+PINGPONG = (
+    Tile(128, 128, 64, 12, 1, "f"),
+    Tile(64, 256, 64, 12, 1, ""),
+    Tile(128, 64, 64, 12, 1, ""),
+    Tile(64, 128, 64, 12, 1, "f"),
+)
 # The same, K cut into slices that the blocks of a tile add up together: few tiles, long K.
 SLICED = (
     Tile(128, 128, 64, 12, 1, "f"),

@@ -129,16 +129,18 @@ def with_parts(tile, part, helper, block, STRIDE: gl.constexpr):
 @gluon.jit
 def with_bias(tile, bias, m, n, M, N, bias_stride_m, bias_stride_n, beta):
     """The tile from row m, column n on, plus beta * C."""
+    # A vector C varies along one dimension only. What it takes for each element counts: the
+    # consumers do nothing else meanwhile.
+    layout: gl.constexpr = tile.type.layout
     if beta != 0:
-        # A vector C varies along one dimension only: one load is masked off.
-        layout: gl.constexpr = tile.type.layout
-        offs_m = m + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
-        offs_n = n + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
-        in_m = (offs_m < M) & (bias_stride_m != 0)
-        in_n = (offs_n < N) & (bias_stride_m == 0)
-        column = gl.load(bias + offs_m * bias_stride_m, mask=in_m, other=0.0)
-        row = gl.load(bias + offs_n * bias_stride_n, mask=in_n, other=0.0)
-        tile += beta * (column.to(gl.float32)[:, None] + row.to(gl.float32)[None, :])
+        if bias_stride_m == 0:
+            offs_n = n + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
+            row = gl.load(bias + offs_n * bias_stride_n, mask=offs_n < N, other=0.0)
+            tile += (beta * row.to(gl.float32))[None, :]
+        else:
+            offs_m = m + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+            column = gl.load(bias + offs_m * bias_stride_m, mask=offs_m < M, other=0.0)
+            tile += (beta * column.to(gl.float32))[:, None]
     return tile
 
 

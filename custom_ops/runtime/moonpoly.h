@@ -295,7 +295,7 @@ typedef struct mp_kernel {
   // 1: a persistent kernel with split_k whose blocks have one of `split` slices of one tile each, and
   // add up the parts of a tile together; tiles * split is at most what the device holds at once.
   int32_t sliced;
-  int32_t reserved;
+  int32_t pingpong;  // 1: a persistent kernel whose two consumer warpgroups take whole tiles in turn
   int64_t cubin_offset, cubin_bytes;  // from the start of the file
 } mp_kernel;
 

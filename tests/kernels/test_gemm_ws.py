@@ -93,7 +93,7 @@ def test_every_step_is_computed_once_and_every_part_is_added_once(
         assert max(steps_of) - min(steps_of) <= 1
 
 
-WHOLE, STREAM, SLICED = range(3)  # how K is split
+WHOLE, STREAM, SLICED, PINGPONG = range(4)  # how K is split; the last: not, tiles taken in turn
 CASES = [
     # consumers, bm, bn, bk, stages, m, n, k, batch, blocks, split, trans_a, trans_b
     (2, 128, 256, 32, 2, 131, 261, 70, 1, 3, WHOLE, False, False),
@@ -117,6 +117,12 @@ CASES = [
     (1, 64, 96, 16, 2, 200, 200, 70, 2, 5, WHOLE, True, True),
     (2, 256, 160, 16, 2, 300, 170, 70, 1, 2, WHOLE, False, False),
     (2, 128, 160, 32, 2, 200, 130, 330, 2, 24, SLICED, False, True),
+    (2, 128, 128, 32, 3, 300, 400, 97, 1, 2, PINGPONG, False, False),
+    (2, 64, 256, 32, 2, 300, 400, 70, 1, 3, PINGPONG, False, True),
+    (2, 128, 64, 16, 4, 130, 64, 16, 1, 1, PINGPONG, True, False),
+    (2, 64, 64, 16, 3, 70, 130, 33, 3, 5, PINGPONG, False, True),
+    (2, 64, 64, 16, 4, 60, 60, 100, 1, 1, PINGPONG, False, False),
+    (2, 64, 192, 16, 3, 200, 200, 70, 2, 5, PINGPONG, True, True),
 ]
 
 
@@ -142,7 +148,7 @@ def test_product(case: tuple[Any, ...], epilogue: tuple[str, Activation, Residua
         rng.integers(-3, 4, shape).astype(np.float16) for shape in ((batch, m, k), (batch, k, n))
     )
     y = np.full((batch, m, n), np.nan, np.float16)
-    rows = bm // consumers
+    rows = bm if split == PINGPONG else bm // consumers
     part = bn & -bn
     width = min(part if part == bn else 32, 4096 // rows)
     a_desc = model.Descriptor(
@@ -170,7 +176,7 @@ def test_product(case: tuple[Any, ...], epilogue: tuple[str, Activation, Residua
         model.Pointer(counters),
         m, n, k, 1, batch, 1, batch, 0, batch, *strides, alpha, beta, *after,
         bm, bn, bk, 8, trans_a, trans_b, split == STREAM, consumers, stages,
-        early, split == SLICED, early=early,
+        early, split == SLICED, split == PINGPONG, early=early,
     )  # fmt: skip
     wide = alpha * (a.astype(np.float32) @ b.astype(np.float32))
     at = np.arange(m)[:, None] * strides[0] + np.arange(n)[None, :] * strides[1]
@@ -267,6 +273,9 @@ SPEC = KernelSpec(Family.GEMM_WS, Dtype.F16, 128, 256, 64, 12, 4)
         ({"dtype": Dtype.F32, "bk": 32}, 90, "layout nt only"),
         ({"stages": 5}, 90, "shared memory exceed"),
         ({"align_c": 2}, 90, "16 bytes"),
+        ({"pingpong": True}, 90, "more than 160 registers"),
+        ({"pingpong": True, "bn": 64, "warps": 8, "bm": 64}, 90, "in turn by two consumers"),
+        ({"pingpong": True, "bn": 64, "split_k": True}, 90, "in turn by two consumers, and whole"),
     ],
 )
 def test_illegal_specs_say_why(changes: dict[str, Any], sm: int, reason: str) -> None:

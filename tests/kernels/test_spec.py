@@ -50,7 +50,7 @@ def test_the_name_tells_every_field() -> None:
         "family": Family.GEMM_TMA, "dtype": Dtype.BF16, "bm": 128, "bn": 128, "bk": 64, "warps": 8,
         "stages": 4, "trans_a": True, "trans_b": True, "split_k": True, "swap": True,
         "bias_matrix": True, "group_m": 4, "align_a": 2, "align_b": 4, "align_c": 8,
-        "sliced": True,
+        "sliced": True, "pingpong": True,
     }  # fmt: skip
     assert set(changes) == set(spec.KernelSpec.__dataclass_fields__) - {"precision", "tf32x3"}
     names = {name(replace(GOOD, **{field: value})) for field, value in changes.items()}
