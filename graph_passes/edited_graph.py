@@ -1,0 +1,241 @@
+"""The main graph of a model while passes over ONNX Runtime's own operators change it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from .skeleton import size_name
+from .tree import Array, reads_of
+
+MICROSOFT = "com.microsoft"
+
+_SMALL = 1 << 12
+"""Elements; larger constants are not looked into."""
+
+
+class EditedGraph:
+    """Who makes and who reads a value of the main graph, kept up to date while nodes are replaced.
+
+    Reads by subgraphs count. Nothing is final before `finish`: until then, nodes that are replaced
+    stay in the list, so that passes can go through it.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._graph = model.graph
+        self.nodes = list(model.graph.node)
+        given = {value.name for value in model.graph.input}  # over which a caller may decide
+        constants = [tensor for tensor in model.graph.initializer if tensor.name not in given]
+        self.initializers = {tensor.name: tensor for tensor in constants}
+        self._producers = {name: node for node in self.nodes for name in node.output if name}
+        self._readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in self.nodes:
+            for name in node.input:
+                self._readers[name].append(node)
+        self._reads = Counter(reads_of(model.graph))
+        self._recorded = {
+            info.name: info
+            for info in (*model.graph.input, *model.graph.value_info, *model.graph.output)
+        }
+        self._taken = {*given, *self._reads, *self._producers, *self.initializers}
+        self._before: dict[int, list[onnx.NodeProto]] = defaultdict(list)
+        self._gone: set[int] = set()
+        self._released: list[str] = []
+
+    def producer(self, value: str, *op_types: str) -> onnx.NodeProto | None:
+        """The node that computes a value, if it is one of these operators (none given: any)."""
+        node = self._producers.get(value)
+        return node if node is not None and (not op_types or node.op_type in op_types) else None
+
+    def readers(self, value: str) -> list[onnx.NodeProto]:
+        """The nodes of the main graph that read a value, once for each time."""
+        return self._readers[value]
+
+    def is_read_only_by(self, value: str, *nodes: onnx.NodeProto) -> bool:
+        """Whether nothing but these nodes reads a value, subgraphs and outputs included."""
+        inside = sum(list(node.input).count(value) for node in nodes)
+        return self._reads[value] == inside
+
+    def matrix(self, value: str) -> tuple[int, int] | None:
+        """The dimensions of a constant matrix, wherever its values are."""
+        tensor = self.initializers.get(value)
+        return (tensor.dims[0], tensor.dims[1]) if tensor and len(tensor.dims) == 2 else None
+
+    def constant(self, value: str) -> Array | None:
+        """The values of a small constant that lies in the model itself."""
+        tensor = self.initializers.get(value)
+        node = self._producers.get(value)
+        if tensor is None and node is not None and node.op_type == "Constant":
+            tensor = next((a.t for a in node.attribute if a.name == "value"), None)
+        if tensor is None or tensor.data_location == onnx.TensorProto.EXTERNAL:
+            return None
+        return numpy_helper.to_array(tensor) if np.prod(tensor.dims) <= _SMALL else None
+
+    def numbers(self, value: str) -> list[int] | None:
+        """The elements of a small constant of integers."""
+        array = self.constant(value)
+        return None if array is None or array.dtype.kind != "i" else array.reshape(-1).tolist()
+
+    def element_type(self, value: str) -> int:
+        """The type of a constant, or of a value as the model records it; 0 where it does not."""
+        if value in self.initializers:
+            return int(self.initializers[value].data_type)
+        info = self._recorded.get(value)
+        return int(info.type.tensor_type.elem_type) if info is not None else 0
+
+    def shape(self, value: str) -> list[int | str] | None:
+        """Numbers and names of dimensions as the model records them; "" for an unknown one."""
+        if value in self.initializers:
+            return list(self.initializers[value].dims)
+        info = self._recorded.get(value)
+        if info is None or not info.type.tensor_type.HasField("shape"):
+            return None
+        return [
+            dim.dim_value if dim.HasField("dim_value") else size_name(dim)
+            for dim in info.type.tensor_type.shape.dim
+        ]
+
+    def same_sizes(self, one: str, other: str, axes: slice = slice(None)) -> bool:
+        """Whether two values have, as recorded, one rank and the same sizes along some axes."""
+        first, second = self.shape(one), self.shape(other)
+        if first is None or second is None or len(first) != len(second):
+            return False
+        return all(a == b != "" for a, b in list(zip(first, second, strict=True))[axes])
+
+    def new_name(self, stem: str) -> str:
+        """A name that nothing in the graph has, the stem itself if it can be."""
+        name, number = stem, 0
+        while name in self._taken:
+            number += 1
+            name = f"{stem}_{number}"
+        self._taken.add(name)
+        return name
+
+    def add_constant(self, values: Array, stem: str) -> str:
+        """A new initializer of the graph; returns its name."""
+        name = self.new_name(stem)
+        tensor = numpy_helper.from_array(values, name)
+        self._graph.initializer.append(tensor)
+        self.initializers[name] = self._graph.initializer[-1]
+        return name
+
+    def insert(
+        self,
+        before: onnx.NodeProto,
+        op_type: str,
+        inputs: Sequence[str],
+        stem: str,
+        *,
+        domain: str = "",
+        **attributes: Any,
+    ) -> str:
+        """Makes a node of one output in front of another one; returns the output's name."""
+        output = self.new_name(stem)
+        self.insert_for(before, op_type, inputs, [output], domain=domain, **attributes)
+        return output
+
+    def insert_for(
+        self,
+        before: onnx.NodeProto,
+        op_type: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        *,
+        domain: str = "",
+        **attributes: Any,
+    ) -> None:
+        """Makes a node in front of another one for values that nothing makes now."""
+        node = helper.make_node(
+            op_type, inputs, outputs, f"{outputs[0]}_{op_type}", domain=domain, **attributes
+        )
+        self._before[id(before)].append(node)
+        self._enter(node)
+
+    def remove(self, node: onnx.NodeProto) -> None:
+        """Takes a node out; what only it needed goes with it."""
+        self._leave(node)
+        self._gone.add(id(node))
+        for name in node.output:
+            self._producers.pop(name, None)
+
+    def rewire(self, node: onnx.NodeProto, inputs: Iterable[str]) -> None:
+        """Gives a node other inputs; empty ones at the end are left out."""
+        names = list(inputs)
+        while names and not names[-1]:
+            names.pop()
+        self._leave(node)
+        del node.input[:]
+        node.input.extend(names)
+        self._enter(node)
+
+    def become(
+        self,
+        node: onnx.NodeProto,
+        op_type: str,
+        inputs: Sequence[str],
+        *,
+        domain: str = "",
+        **attributes: Any,
+    ) -> None:
+        """Makes a node another one of the same outputs; empty inputs at the end are left out."""
+        self._leave(node)
+        outputs = list(node.output)
+        node.CopyFrom(
+            helper.make_node(op_type, [], outputs, node.name, domain=domain, **attributes)
+        )
+        self._enter(node)
+        self.rewire(node, inputs)
+
+    def bypass(self, value: str, source: str) -> None:
+        """Has every node of the main graph read `source` in place of `value`."""
+        for node in {id(node): node for node in self._readers[value]}.values():
+            self.rewire(node, [source if name == value else name for name in node.input])
+
+    def finish(self) -> None:
+        """Writes the nodes back, and drops nodes and constants that only served what is gone."""
+        unread = self._released
+        weights = set()
+        while unread:
+            name = unread.pop()
+            if name in self.initializers and not self._is_read(name):
+                weights.add(name)
+            node = self._producers.get(name)
+            if node is None or id(node) in self._gone or any(map(self._is_read, node.output)):
+                continue
+            self._gone.add(id(node))
+            self._leave(node)  # which adds to those that are not read
+        nodes: list[onnx.NodeProto] = []
+        for node in self.nodes:
+            nodes += [new for new in self._before[id(node)] if id(new) not in self._gone]
+            if id(node) not in self._gone:
+                nodes.append(node)
+        del self._graph.node[:]
+        self._graph.node.extend(nodes)
+        for index in reversed(range(len(self._graph.initializer))):
+            if self._graph.initializer[index].name in weights:
+                del self._graph.initializer[index]
+        gone = {name for name in self._producers if name}
+        gone -= {name for node in nodes for name in node.output}
+        for info in [info for info in self._graph.value_info if info.name in gone]:
+            self._graph.value_info.remove(info)
+
+    def _is_read(self, value: str) -> bool:
+        return self._reads[value] > 0
+
+    def _enter(self, node: onnx.NodeProto) -> None:
+        for name in node.input:
+            self._readers[name].append(node)
+            self._reads[name] += 1
+        for name in node.output:
+            self._producers[name] = node
+
+    def _leave(self, node: onnx.NodeProto) -> None:
+        for name in node.input:
+            self._readers[name] = [other for other in self._readers[name] if other is not node]
+            self._reads[name] -= 1
+            self._released.append(name)
