@@ -1,0 +1,128 @@
+"""x Wq, x Wk, x Wv -> Split(x Concat(Wq, Wk, Wv)), in front of attention
+
+The products of one input that queries, keys and values are made of become one, with their biases.
+K and V may be narrower than Q, and a rotary embedding, a cache and the repetition of heads may
+stand between them and the attention. One product and a Split in place of three products are a
+launch and a node less, and a wide product uses a GPU better than narrow ones; the Split costs a
+pass through the result.
+
+The weights are put together by a node that reads nothing but constants: ONNX Runtime computes it
+once, when a session is created, and weights are neither read nor copied here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from .domain import imported_version
+from .edited_graph import MICROSOFT, EditedGraph
+
+_OPSET = 13  # the first whose Split takes its sizes as an input
+_PASSED = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Identity", "RotaryEmbedding")
+"""What may stand between a product and its attention, with the value as first input."""
+_DEEPEST = 16
+
+
+class _Product(NamedTuple):
+    """x W or x W + b: the node of the product, that of the sum if there is one, and b."""
+
+    product: onnx.NodeProto
+    total: onnx.NodeProto | None
+    bias: str
+
+    @property
+    def output(self) -> str:
+        return str((self.total or self.product).output[0])
+
+
+def merge(model: onnx.ModelProto) -> int:
+    """Merges the products in front of the main graph's MultiHeadAttention and GroupQueryAttention
+    nodes, in place; returns how many nodes it served.
+    """
+    if (imported_version(model.opset_import) or 0) < _OPSET:
+        return 0
+    graph = EditedGraph(model)
+    order = {id(node): index for index, node in enumerate(graph.nodes)}
+    merged: set[int] = set()
+    count = 0
+    for node in graph.nodes:
+        known = node.op_type in ("MultiHeadAttention", "GroupQueryAttention")
+        if not known or node.domain != MICROSOFT or len(node.input) < 3:
+            continue
+        found = [_source(graph, value, order) for value in node.input[:3]]
+        products = [product for product in found if product is not None]
+        ids = {id(product.product) for product in products}
+        if len(ids) != 3 or ids & merged or not _fit(graph, products):
+            continue
+        _merge(graph, sorted(products, key=lambda one: order[id(one.product)]))
+        merged |= ids
+        count += 1
+    if count:
+        graph.finish()
+    return count
+
+
+def _source(graph: EditedGraph, value: str, order: dict[int, int]) -> _Product | None:
+    """The product that a query, key or value is made of alone, but for a cache in front of it."""
+    for _ in range(_DEEPEST):
+        node = graph.producer(value)
+        if node is None or id(node) not in order:
+            return None
+        if node.op_type == "MatMul" and not node.domain:
+            return _Product(node, None, "") if graph.matrix(node.input[1]) else None
+        if node.op_type == "Add" and not node.domain:
+            return _biased(graph, node)
+        if node.op_type == "Concat" and len(node.input) == 2:  # the cache, and what is new
+            value = node.input[1]
+        elif node.op_type in _PASSED:
+            value = node.input[0]
+        else:
+            return None
+    return None
+
+
+def _biased(graph: EditedGraph, node: onnx.NodeProto) -> _Product | None:
+    for value, bias in (node.input, reversed(node.input)):
+        product = graph.producer(value, "MatMul")
+        if product is None or product.domain or bias not in graph.initializers:
+            continue
+        matrix = graph.matrix(product.input[1])
+        vector = matrix is not None and graph.shape(bias) == [matrix[1]]
+        if vector and graph.is_read_only_by(value, node):
+            return _Product(product, node, bias)
+    return None
+
+
+def _fit(graph: EditedGraph, products: list[_Product]) -> bool:
+    """One input, and weights of one height and type."""
+    inputs = {product.product.input[0] for product in products}
+    weights = [product.product.input[1] for product in products]
+    heights = {matrix[0] for matrix in map(graph.matrix, weights) if matrix is not None}
+    types = {graph.element_type(weight) for weight in weights}
+    return len(inputs) == len(heights) == len(types) == 1
+
+
+def _merge(graph: EditedGraph, products: list[_Product]) -> None:
+    first = products[0].product
+    stem = "_".join(product.product.output[0] for product in products)
+    weights = [product.product.input[1] for product in products]
+    columns = [matrix[1] for matrix in map(graph.matrix, weights) if matrix is not None]
+    weight = graph.insert(first, "Concat", weights, f"{stem}_weights", axis=1)
+    whole = graph.insert(first, "MatMul", [first.input[0], weight], f"{stem}_product")
+    if any(product.bias for product in products):
+        dtype = helper.tensor_dtype_to_np_dtype(graph.element_type(weights[0]))
+        biases = [
+            product.bias or graph.add_constant(np.zeros(size, dtype), f"{stem}_no_bias")
+            for product, size in zip(products, columns, strict=True)
+        ]
+        bias = graph.insert(first, "Concat", biases, f"{stem}_biases", axis=0)
+        whole = graph.insert(first, "Add", [whole, bias], f"{stem}_biased")
+    sizes = graph.add_constant(np.array(columns, np.int64), f"{stem}_columns")
+    outputs = [product.output for product in products]
+    for product in products:
+        graph.remove(product.total or product.product)
+    graph.insert_for(first, "Split", [whole, sizes], outputs, axis=-1)
