@@ -294,19 +294,19 @@ _BERT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_head
 _LLAMA = {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32,
           "num_key_value_heads": 4, "intermediate_size": 5632, "vocab_size": 32000,
           "max_position_embeddings": 4096}  # fmt: skip
-_ENCODER = ("onnxscript", "onnxscript-mha")
+_ATTENTION = ("onnxscript", "onnxscript-lean", "onnxscript-mha", "onnxscript-packed")
 
 ALL = (
     Model("bert_base", "bert", {}, {**_SMALL, "vocab_size": 128}, ("f16", "f32"), 18,
-          (*_ENCODER, "ort:bert"), _bert_streams),
+          (*_ATTENTION, "ort:bert"), _bert_streams),
     Model("bert_large", "bert", _BERT_LARGE, {**_SMALL, "vocab_size": 128}, ("f16",), 18,
-          (*_ENCODER, "ort:bert"), _bert_streams),
-    Model("vit_b16", "vit", {}, _SMALL, ("f16", "f32"), 18, (*_ENCODER, "ort:vit"), _vit_streams),
+          (*_ATTENTION, "ort:bert"), _bert_streams),
+    Model("vit_b16", "vit", {}, _SMALL, ("f16", "f32"), 18, (*_ATTENTION, "ort:vit"), _vit_streams),
     Model("gpt2", "gpt2", {}, {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128,
           "bos_token_id": 0, "eos_token_id": 0}, ("f16",), 18,
           ("onnxscript", "ort:gpt2", "ort:bert"), _gpt2_streams),
     Model("llama_1b", "llama", _LLAMA, {**_SMALL, "num_key_value_heads": 2, "vocab_size": 128},
-          ("f16",), 21, ("onnxscript", "ort:qwen3"), _llama_streams),
+          ("f16",), 21, (*_ATTENTION, "ort:qwen3"), _llama_streams),
     Model("resnet50", "resnet", {}, {"width": 0.125, "classes": 10}, streams=_image_streams),
     Model("mobilenet_v2", "mobilenet", {}, {"width": 0.25, "classes": 10}, streams=_image_streams),
 )  # fmt: skip

@@ -119,6 +119,8 @@ def contenders(
     plain = folder / f"{PLAIN}.onnx"
     forms = {how: folder / f"{file_name(how)}.onnx" for how in model.optimizers}
     present = {how: path for how, path in forms.items() if path.exists()}
+    if not provider.is_cuda:  # no other provider computes attention of packed operands
+        present = {how: path for how, path in present.items() if not how.endswith("-packed")}
     yield Contender("ort", partial(_plain, plain, provider))
     for how, path in present.items():
         yield Contender(f"ort+{how}", partial(_plain, path, provider))

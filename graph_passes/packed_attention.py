@@ -8,8 +8,8 @@ the rules of products take, with its bias, and no kernel adds a bias or splits a
 The columns are put in order by nodes that read nothing but constants; ONNX Runtime computes them
 once, when a session is created. So weights are neither read nor copied here, wherever they are.
 
-Only the CUDA provider has the packed form (onnxruntime 1.32). Not part of the rewrite: `optimize=`
-asks for it by name ("onnxscript-packed").
+Only the CUDA provider has the packed form (as of onnxruntime 1.32). Not part of the rewrite:
+`optimize=` asks for it by name ("onnxscript-packed").
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import onnx
 
 from . import dependencies
 from .errors import ArgumentError, MoonPolyError, OptimizerError
-from .graph_passes import domain, unpacked_attention
+from .graph_passes import attention_passes, domain
 from .graph_passes.typed_graph import walk
 from .model_files import Source
 
@@ -27,13 +27,18 @@ log = logging.getLogger("moonpoly_ort")
 
 MICROSOFT = "com.microsoft"
 UNPACKED = "-mha"
-"""Suffix of an optimizer's name: Q, K and V are products of their own in front of a
-MultiHeadAttention, and not inside an Attention."""
+_PASSES = {
+    "-lean": attention_passes.LEAN,
+    UNPACKED: attention_passes.UNPACKED,
+    "-packed": attention_passes.PACKED,
+}
+"""What runs behind an optimizer, by the suffix of its name."""
 
 # Families whose graphs ONNX Runtime's optimizer treats like one of its own model types.
 _TYPES_OF_FAMILIES = {"roberta": "bert", "distilbert": "bert", "electra": "bert", "deit": "vit"}
 
-_ACCEPTED = re.compile(rf"auto|(onnxscript|ort)({UNPACKED})?|ort({UNPACKED})?:\w+")
+_SUFFIXES = "|".join(_PASSES)
+_ACCEPTED = re.compile(rf"auto|(onnxscript|ort)({_SUFFIXES})?|ort({_SUFFIXES})?:\w+")
 _FAMILY = re.compile(r"transformers\.models\.(\w+)\.modeling_")
 
 # Initializers up to this size stay in the graph that is checked: their values give shapes.
@@ -46,8 +51,8 @@ def check(how: object) -> None:
         return
     raise ArgumentError(
         f"optimize = {how!r}; accepted: None, 'auto', 'onnxscript', 'ort', 'ort:TYPE' with a model "
-        f"type of ONNX Runtime's optimizer ('ort:bert'), and all but 'auto' with '{UNPACKED}' "
-        f"behind the library's name ('onnxscript{UNPACKED}')."
+        f"type of ONNX Runtime's optimizer ('ort:bert'), and all but 'auto' with one of "
+        f"{', '.join(_PASSES)} behind the library's name ('onnxscript-packed')."
     )
 
 
@@ -84,10 +89,11 @@ def optimized(source: Source, how: str | None) -> Source:
     return source
 
 
-def _split(how: str) -> tuple[str, bool, str]:
-    """Library, whether Q, K and V stay products, and model type of a value of `optimize`."""
+def _split(how: str) -> tuple[str, str, str]:
+    """Library, suffix and model type of a value of `optimize`."""
     library, _, model_type = how.partition(":")
-    return library.removesuffix(UNPACKED), library.endswith(UNPACKED), model_type
+    name, dash, suffix = library.partition("-")
+    return name, dash + suffix, model_type
 
 
 def _refuse_rewritten(source: Source) -> None:
@@ -99,11 +105,13 @@ def _refuse_rewritten(source: Source) -> None:
 
 
 def _run(source: Source, how: str) -> Source:
-    library, unpacked, model_type = _split(how)
+    library, suffix, model_type = _split(how)
     dependencies.load("onnxruntime", f"optimize={how!r}")
     before = _interface(source.light)
     run = _with_onnxscript if library == "onnxscript" else _with_onnxruntime
-    model = run(source, how, unpacked, model_type)
+    model = run(source, how, suffix, model_type)
+    if suffix:
+        attention_passes.apply(model, _PASSES[suffix])
     _declare(model)
     if _interface(model) != before:
         raise OptimizerError(
@@ -114,7 +122,7 @@ def _run(source: Source, how: str) -> Source:
     return Source(model, source.path, source.folder)
 
 
-def _with_onnxscript(source: Source, how: str, unpacked: bool, _model_type: str) -> onnx.ModelProto:
+def _with_onnxscript(source: Source, how: str, _suffix: str, _model_type: str) -> onnx.ModelProto:
     purpose = f"optimize={how!r}"
     ir = dependencies.load("onnx_ir", purpose)
     fusions = dependencies.load("onnxscript.rewriter.ort_fusions", purpose)
@@ -126,12 +134,10 @@ def _with_onnxscript(source: Source, how: str, unpacked: bool, _model_type: str)
         result: onnx.ModelProto = ir.to_proto(model)
     except Exception as error:  # whatever a rule of theirs stumbles over
         raise _failed(how, error) from error
-    if unpacked:
-        unpacked_attention.unpack(result)
     return result
 
 
-def _with_onnxruntime(source: Source, how: str, unpacked: bool, model_type: str) -> onnx.ModelProto:
+def _with_onnxruntime(source: Source, how: str, suffix: str, model_type: str) -> onnx.ModelProto:
     purpose = f"optimize={how!r}"
     optimizer = dependencies.load("onnxruntime.transformers.optimizer", purpose)
     options_module = dependencies.load("onnxruntime.transformers.fusion_options", purpose)
@@ -147,7 +153,7 @@ def _with_onnxruntime(source: Source, how: str, unpacked: bool, model_type: str)
     options = options_module.FusionOptions(wanted)
     # A mask as one length a row, its default for BERT, holds only for padding on the right.
     options.use_raw_attention_mask(True)
-    options.use_multi_head_attention = unpacked
+    options.use_multi_head_attention = suffix == UNPACKED
     model = onnx.ModelProto()
     model.CopyFrom(source.model)  # which it changes in place
     try:

@@ -112,8 +112,9 @@ def rewrite(
         overwrite: Replace data files in the output's folder that have other content.
         base_dir: Folder of the external data of a model that is not given as a path.
         optimize: A graph optimizer to run first, which fuses attention, normalization and Gelu into
-            ONNX Runtime's own operators: `auto`, `onnxscript`, `ort` or `ort:TYPE` (see
-            docs/optimizers.md). The result runs in ONNX Runtime only.
+            ONNX Runtime's own operators: `auto`, `onnxscript`, `ort` or `ort:TYPE`, or one of these
+            with passes of ours behind it, `onnxscript-packed` (see docs/optimizers.md). The result
+            runs in ONNX Runtime only.
 
     Raises:
         ArgumentError: `optimize` is not accepted, or the type of the model is not known.

@@ -16,7 +16,8 @@ pytest.importorskip("onnxscript")
 from benchmarks import bench_models, exported_models, model_plots
 from benchmarks.exported_models import ALL
 
-FORMS = ("onnxscript", "onnxscript-mha", "ort:bert")
+FORMS = ("onnxscript", "onnxscript-lean", "onnxscript-mha", "ort:bert")
+"""Those that run on the CPU."""
 
 
 @pytest.fixture(scope="module")

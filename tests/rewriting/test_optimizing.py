@@ -89,7 +89,20 @@ def test_bytes_and_files_with_their_weights_inside_and_outside(how: str, tmp_pat
     np.testing.assert_allclose(written.run(None, {"x": X})[0], wanted(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["", "ORT", "ort:", "ort:bert:2", "onnxscript:bert", "mha", 3])
+REFUSED = [
+    "",
+    "ORT",
+    "ort:",
+    "ort:bert:2",
+    "onnxscript:bert",
+    "mha",
+    "auto-packed",
+    "onnxscript-",
+    3,
+]
+
+
+@pytest.mark.parametrize("how", REFUSED)
 def test_other_values_are_refused(how: Any) -> None:
     for use in (
         lambda: moonpoly_ort.rewrite(model(), optimize=how),

@@ -1,0 +1,61 @@
+"""The passes over ONNX Runtime's attention that run behind an optimizer where its name asks for it
+(`optimize="onnxscript-packed"`), in order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import onnx
+
+from . import (
+    attention_mask,
+    attention_views,
+    merged_products,
+    packed_attention,
+    projection_bias,
+    rotary_embedding,
+    unpacked_attention,
+    zero_attention_bias,
+)
+
+log = logging.getLogger("moonpoly_ort")
+
+Pass = tuple[str, Callable[[onnx.ModelProto], int]]
+"""A name, and what changes the main graph in place and returns how often it found something."""
+
+_MASKS: tuple[Pass, ...] = (
+    ("zero_attention_bias", zero_attention_bias.remove),
+    ("attention_mask", attention_mask.simplify),
+)
+_NEIGHBOURS: tuple[Pass, ...] = (
+    ("projection_bias", projection_bias.move),
+    ("rotary_embedding", rotary_embedding.fuse),
+    ("attention_views", attention_views.remove),  # which look through RotaryEmbedding
+)
+
+LEAN: tuple[Pass, ...] = (*_MASKS, *_NEIGHBOURS)
+"""Attention stays as it was fused."""
+
+UNPACKED: tuple[Pass, ...] = (
+    *_MASKS,
+    ("unpacked_attention", unpacked_attention.unpack),
+    *_NEIGHBOURS,
+)
+"""Q, K and V are products of their own."""
+
+PACKED: tuple[Pass, ...] = (
+    *_MASKS,
+    ("packed_attention", packed_attention.pack),
+    *_NEIGHBOURS,
+    ("merged_products", merged_products.merge),  # those that could not be packed
+)
+"""Q, K and V are one product."""
+
+
+def apply(model: onnx.ModelProto, passes: tuple[Pass, ...]) -> dict[str, int]:
+    """Runs passes on a model, in place; returns how often each found something."""
+    counts = {name: run(model) for name, run in passes}
+    log.info("passes over attention: %s", counts)
+    return counts
