@@ -15,6 +15,7 @@ from . import (
     merged_products,
     packed_attention,
     projection_bias,
+    repeated_heads,
     rotary_embedding,
     unpacked_attention,
     zero_attention_bias,
@@ -33,6 +34,7 @@ _NEIGHBOURS: tuple[Pass, ...] = (
     ("projection_bias", projection_bias.move),
     ("rotary_embedding", rotary_embedding.fuse),
     ("attention_views", attention_views.remove),  # which look through RotaryEmbedding
+    ("repeated_heads", repeated_heads.gather),
 )
 
 LEAN: tuple[Pass, ...] = (*_MASKS, *_NEIGHBOURS)

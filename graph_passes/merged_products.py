@@ -22,7 +22,10 @@ from .domain import imported_version
 from .edited_graph import MICROSOFT, EditedGraph
 
 _OPSET = 13  # the first whose Split takes its sizes as an input
-_PASSED = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Identity", "RotaryEmbedding")
+_PASSED = frozenset({
+    "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Gather", "Identity",
+    "RotaryEmbedding",
+})  # fmt: skip
 """What may stand between a product and its attention, with the value as first input."""
 _DEEPEST = 16
 
