@@ -146,16 +146,17 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
         if dtype is Dtype.F32:
             out += _ieee(aligned, sm)
         out += _small(aligned, sm)
-    for specialized, kind, listed in (
-        (tile_lists.SPECIALIZED, {}, True),
-        (tile_lists.PINGPONG, {"pingpong": True}, True),
-        (tile_lists.SLICED, {"split_k": True, "sliced": True}, True),
-        (tile_lists.TRIED, {}, trial),
+    plain = KernelSpec(Family.GEMM_WS, Dtype.F16, 64, 16, 16, 12, 2)
+    for specialized, like, listed in (
+        (tile_lists.SPECIALIZED, plain, True),
+        (tile_lists.PINGPONG, replace(plain, pingpong=True), True),
+        (tile_lists.SLICED, replace(plain, split_k=True, sliced=True), True),
+        (tile_lists.TRIED, plain, trial),
     ):
-        for dtype, layout in product(Dtype, (NN, NT)):
-            like = KernelSpec(Family.GEMM_WS, dtype, 64, 16, 16, 12, 2, *layout)
+        for dtype, (trans_a, trans_b) in product(Dtype, (NN, NT)):
             if listed:
-                out += _expand(specialized, replace(like, **kind), sm)
+                spec = replace(like, dtype=dtype, trans_a=trans_a, trans_b=trans_b)
+                out += _expand(specialized, spec, sm)
     split = KernelSpec(
         Family.GEMM_WS, Dtype.F32, 128, 16, 16, 16, 2, *NT, precision=Precision.IEEE, tf32x3=True,
     )  # fmt: skip
