@@ -34,7 +34,7 @@ from benchmarks import exported_models, model_contenders
 from benchmarks.csv_rows import CsvRows
 from benchmarks.exported_models import PLAIN, Model, Size
 from benchmarks.machine import pack_of, unpacked
-from benchmarks.model_rows import on_device, shown
+from benchmarks.model_rows import shown
 from benchmarks.placed_models import Places
 from benchmarks.recording import say
 from benchmarks.running import CUDA, Provider, session_options
@@ -277,11 +277,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         folder = arguments.places.put(model, arguments.dtype, Path(work))
         say(f"{model.id} {arguments.dtype}: weights drawn")
-        candidates = model_contenders.contenders(
-            model, arguments.dtype, folder, provider, eager=True, compiled=True
-        )
+        candidates = [
+            *model_contenders.contenders(
+                model, arguments.dtype, folder, provider, eager=True, nopattern=True
+            ),
+            model_contenders.compiled(model, arguments.dtype, provider),
+        ]  # fmt: skip
         inputs = {
-            size: on_device(model.feed(size, arguments.dtype), provider)
+            size: model.feed(size, arguments.dtype, provider.torch_device)
             for size in arguments.sizes
         }  # fmt: skip
         for contender in named_contenders(candidates, arguments.contenders, arguments.form):
