@@ -16,12 +16,14 @@ import shutil
 import tempfile
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 
 import moonpoly_ort
@@ -30,9 +32,8 @@ from benchmarks.recording import say
 from tests.corpus import wheels
 
 Size = tuple[int, ...]
-Feed = dict[str, np.ndarray[Any, Any]]
+Feed = dict[str, torch.Tensor]
 DTYPES = {"f16": torch.float16, "f32": torch.float32}
-NUMPY = {"f16": np.float16, "f32": np.float32}
 PLAIN = "plain"  # the form as exported
 
 
@@ -77,11 +78,14 @@ class Model:
                     parameter.add_(0.05 * torch.randn_like(parameter))
         return module
 
-    def feed(self, size: Size, dtype: str) -> Feed:
-        """Inputs of one run, seeded by the size, in the order of the model's inputs."""
-        values = _FAMILIES[self.family].feed(self.config, size, np.random.default_rng(size))
+    def feed(self, size: Size, dtype: str, device: str = "cpu") -> Feed:
+        """Inputs of one run in the order of the model's inputs, drawn on the device: on the host
+        the cache of a decoder took seconds. They depend on size and device; types round them.
+        """
+        rng = torch.Generator(device).manual_seed(zlib.crc32(repr(size).encode()))
+        values = _FAMILIES[self.family].feed(self.config, size, rng)
         return {
-            name: value.astype(NUMPY[dtype]) if value.dtype.kind == "f" else value
+            name: value.to(DTYPES[dtype]) if value.is_floating_point() else value
             for name, value in values.items()
         }
 
@@ -91,7 +95,7 @@ class _Family:
     """How a kind of model is built, fed and exported. dynamic: the dynamic axes of each input."""
 
     build: Callable[[Mapping[str, Any]], torch.nn.Module]
-    feed: Callable[[Mapping[str, Any], Size, np.random.Generator], Feed]
+    feed: Callable[[Mapping[str, Any], Size, torch.Generator], Feed]
     dynamic: Callable[[str], Mapping[int, str]]
     example: Size
 
@@ -163,44 +167,49 @@ def _llama(config: Mapping[str, Any]) -> torch.nn.Module:
     return _Decoder(LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager")))
 
 
-def _text(config: Mapping[str, Any], size: Size, rng: np.random.Generator) -> Feed:
+def _text(config: Mapping[str, Any], size: Size, rng: torch.Generator) -> Feed:
     batch, length = size
-    mask = np.ones((batch, length), np.int64)
+    ids = _ids(config.get("vocab_size", 30522), size, rng)
+    mask = torch.ones_like(ids)
     if batch > 1:
         mask[0, (length + 1) // 2 :] = 0  # a shorter sentence among the others
-    return {
-        "input_ids": rng.integers(0, config.get("vocab_size", 30522), size),
-        "attention_mask": mask,
-    }
+    return {"input_ids": ids, "attention_mask": mask}
 
 
-def _tokens(config: Mapping[str, Any], size: Size, rng: np.random.Generator) -> Feed:
-    return {"input_ids": rng.integers(0, config.get("vocab_size", 50257), size)}
+def _tokens(config: Mapping[str, Any], size: Size, rng: torch.Generator) -> Feed:
+    return {"input_ids": _ids(config.get("vocab_size", 50257), size, rng)}
 
 
-def _image(config: Mapping[str, Any], size: Size, rng: np.random.Generator) -> Feed:
+def _image(config: Mapping[str, Any], size: Size, rng: torch.Generator) -> Feed:
     batch, height, width = size
-    pixels = rng.standard_normal((batch, 3, height, width), dtype=np.float32)
-    return {"pixel_values": pixels}
+    return {"pixel_values": _normal((batch, 3, height, width), rng)}
 
 
-def _generation(config: Mapping[str, Any], size: Size, rng: np.random.Generator) -> Feed:
+def _generation(config: Mapping[str, Any], size: Size, rng: torch.Generator) -> Feed:
     batch, length, past = size
-    feed = {
-        "input_ids": rng.integers(0, config["vocab_size"], (batch, length)),
-        "attention_mask": np.ones((batch, past + length), np.int64),
-    }
+    ids = _ids(config["vocab_size"], (batch, length), rng)
+    mask = torch.ones((batch, past + length), dtype=torch.int64, device=rng.device)
+    feed = {"input_ids": ids, "attention_mask": mask}
     head = config["hidden_size"] // config["num_attention_heads"]
     shape = (batch, config["num_key_value_heads"], past, head)
     for layer in range(config["num_hidden_layers"]):
         for part in ("key", "value"):
-            feed[f"past_{layer}_{part}"] = rng.standard_normal(shape, dtype=np.float32)
+            feed[f"past_{layer}_{part}"] = _normal(shape, rng)
     return feed
 
 
-def _page(_config: Mapping[str, Any], size: Size, rng: np.random.Generator) -> Feed:
+def _page(_config: Mapping[str, Any], size: Size, rng: torch.Generator) -> Feed:
     batch, height, width = size
-    return {"x": rng.uniform(-1, 1, (batch, 3, height, width)).astype(np.float32)}
+    pixels = torch.rand((batch, 3, height, width), generator=rng, device=rng.device)
+    return {"x": 2 * pixels - 1}
+
+
+def _ids(words: int, size: Size, rng: torch.Generator) -> torch.Tensor:
+    return torch.randint(words, size, generator=rng, device=rng.device)
+
+
+def _normal(shape: Size, rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=rng, device=rng.device)
 
 
 def _not_built(_config: Mapping[str, Any]) -> torch.nn.Module:
@@ -320,6 +329,15 @@ PUBLISHED = {
 """Read from a folder of models as tests/ unpack them; not exported."""
 
 
+def import_for(model: Model) -> None:
+    """Imports what builds a model, seconds of transformers. Nothing is computed: a process that has
+    used OpenMP must not fork.
+    """
+    if model not in PUBLISHED:
+        with torch.device("meta"):
+            _FAMILIES[model.family].build(model.shrunk().config)
+
+
 def named(identifiers: str, among: Sequence[Model] = ALL) -> list[Model]:
     """The models of a comma-separated list; empty: all. Raises ValueError for unknown names."""
     known = {model.id: model for model in among}
@@ -341,7 +359,7 @@ def export(model: Model, dtype: str, path: Path) -> None:
     with warnings.catch_warnings():  # torch announces deprecations of its own parts
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            module, tuple(torch.from_numpy(value) for value in example.values()), dynamo=True,
+            module, tuple(example.values()), dynamo=True,
             opset_version=model.opset, dynamic_shapes=shapes, input_names=names, verbose=False,
         )  # fmt: skip
     if program is None:
@@ -401,6 +419,8 @@ def _optimize_all(
         form = filled / f"{file_name(how)}.onnx"
         try:
             optimized = optimizing.optimized(model_files.read(plain), how)
+            if not fuses(optimized.light):
+                raise ValueError(f"{how} fuses nothing in this model")
             notes[f"{dtype} {how} s"] = round(time.monotonic() - started, 2)
             model_files.write(optimized, form)
             weight_recipes.adopt(form, folder, recipe)
@@ -408,6 +428,11 @@ def _optimize_all(
             notes[f"{dtype} {how} refused"] = str(error)
             say(f"{model.id} {dtype}: {error}")
     return notes
+
+
+def fuses(graph: onnx.ModelProto) -> bool:
+    """Whether an optimizer made operators of ONNX Runtime's own in a model."""
+    return any(node.domain == "com.microsoft" for node in graph.graph.node)
 
 
 def file_name(how: str) -> str:

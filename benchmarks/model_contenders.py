@@ -1,4 +1,15 @@
-"""Who runs a model in `bench_models`: ONNX Runtime, ours, torch; each in its own settings."""
+"""Who runs a model in `bench_models`: ONNX Runtime, ours, torch; each in its own settings.
+
+Names are `ort` or `ours`, `+FORM` where an optimizer ran first, and the setting:
+
+    (none)   of ONNX Runtime its defaults; of ours for changing shapes, as sessions are made
+    sdpa     ONNX Runtime with our choice for changing shapes: fused attention without cuDNN's plans
+    cudnn    ours with `shapes="repeating"`: with these plans, as ONNX Runtime's default
+    graphs   CUDA graphs of sizes that repeat; `cudnn graphs` with cuDNN's attention in them. Those
+             of ONNX Runtime are kept by our session too, around its own kernels
+    heuristic, nhwc   how ONNX Runtime's convolutions choose their algorithm, and their layout
+    nopattern         no memory pattern is stored for each set of shapes (an experiment)
+"""
 
 from __future__ import annotations
 
@@ -10,18 +21,21 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import onnx
+import onnxruntime as ort
 import torch
 
 import moonpoly_ort
-from benchmarks.exported_models import DTYPES, PLAIN, Model, file_name
-from benchmarks.running import Bound, Provider, our_session, plain_session, session_options
+from benchmarks.exported_models import DTYPES, PLAIN, Model, file_name, fuses
+from benchmarks.running import Bound, Provider, plain_session, session_options
 from moonpoly_ort.provider_settings import CHANGING_SHAPES
 
 Tensors = Mapping[str, torch.Tensor]
 Arrays = list[np.ndarray[Any, Any]]
 
-GRAPHS = 12  # of the steady sizes, each with numpy arrays and bound
+GRAPHS = 24  # of all steady sizes of a model, each with numpy arrays and bound
 CONVOLUTIONAL = ("resnet", "mobilenet", "published")
+ATTENTION = frozenset({"Attention", "MultiHeadAttention", "GroupQueryAttention"})
 
 
 class Prepared(Protocol):
@@ -43,11 +57,30 @@ class Running(Protocol):
 
 @dataclass(frozen=True)
 class Contender:
-    """`start` makes it ready, which is what its creation time covers."""
+    """`start` makes it ready, which is what its creation time covers; one in ONNX Runtime takes
+    session options.
+    """
 
     name: str
-    start: Callable[[], Running]
+    start: Callable[..., Running]
     repeats: bool = False  # is meant for sizes that come again: only its steady state counts
+
+
+@dataclass(frozen=True)
+class Form:
+    """A model as exported (no suffix) or as an optimizer left it, perhaps with fused attention."""
+
+    suffix: str
+    path: Path
+    attention: bool
+
+    @staticmethod
+    def of(suffix: str, path: Path) -> Form | None:
+        """None for a form that is as good as the exported one: nothing was fused."""
+        model = onnx.load(path, load_external_data=False)
+        if suffix and not fuses(model):
+            return None
+        return Form(suffix, path, any(node.op_type in ATTENTION for node in model.graph.node))
 
 
 @dataclass
@@ -103,6 +136,15 @@ class _Module:
         return self.module(*self.inputs)
 
 
+def forms(model: Model, folder: Path) -> list[Form]:
+    """Those of a model that lie in a folder and differ, the exported one first."""
+    found = [Form.of("", folder / f"{PLAIN}.onnx")]
+    for how in model.optimizers:
+        path = folder / f"{file_name(how)}.onnx"
+        found.append(Form.of(f"+{how}", path) if path.exists() else None)
+    return [form for form in found if form is not None]
+
+
 def contenders(
     model: Model,
     dtype: str,
@@ -110,42 +152,37 @@ def contenders(
     provider: Provider,
     *,
     eager: bool,
-    compiled: bool,
+    nopattern: bool = False,
 ) -> Iterator[Contender]:
     """All that apply to a model whose forms lie in `folder`.
 
-    eager, compiled: torch too. Its module has random weights of its own: only its time counts.
+    eager: torch too. Its module has random weights of its own: only its time counts.
     """
-    plain = folder / f"{PLAIN}.onnx"
-    forms = {how: folder / f"{file_name(how)}.onnx" for how in model.optimizers}
-    present = {how: path for how, path in forms.items() if path.exists()}
-    if not provider.is_cuda:  # no other provider computes attention of packed operands
-        present = {how: path for how, path in present.items() if not how.endswith("-packed")}
-    yield Contender("ort", partial(_plain, plain, provider))
-    for how, path in present.items():
-        yield Contender(f"ort+{how}", partial(_plain, path, provider))
-        if provider.is_cuda and how.startswith("onnxscript"):  # which fuses attention
-            yield Contender(f"ort+{how} sdpa", partial(_plain, path, provider, **CHANGING_SHAPES))
+    for form in forms(model, folder):
+        if not provider.is_cuda and form.suffix.endswith("-packed"):
+            continue  # no other provider computes attention of packed operands
+        yield from _in_onnxruntime(form, provider)
+        if nopattern:
+            yield from _without_pattern(form, provider)
     if model.family in CONVOLUTIONAL and provider.is_cuda:
+        plain = folder / f"{PLAIN}.onnx"
         heuristic = {"cudnn_conv_algo_search": "HEURISTIC"}
         yield Contender("ort heuristic", partial(_plain, plain, provider, **heuristic))
         channels_last = heuristic | {"prefer_nhwc": "1"}
         yield Contender("ort nhwc", partial(_plain, plain, provider, **channels_last))
-    yield Contender("ours", partial(_ours, plain, provider))
-    for how, path in present.items():
-        yield Contender(f"ours+{how}", partial(_ours, path, provider))
-    if provider.is_cuda:
-        yield Contender("ours graphs", partial(_graphed, plain, provider), repeats=True)
-        for how, path in present.items():
-            name = f"ours+{how} graphs"
-            yield Contender(name, partial(_graphed, path, provider), repeats=True)
-    if model.family == "published":
-        return
-    if eager:
+    if eager and model.family != "published":
         yield Contender("torch", partial(_torch, model, dtype, provider))
-    if compiled:
-        compiling = partial(_torch, model, dtype, provider, compiled=True)
-        yield Contender("torch.compile", compiling)
+
+
+def compiled(model: Model, dtype: str, provider: Provider) -> Contender:
+    """torch.compile(dynamic=True): what was compiled before is forgotten when it starts."""
+
+    def start(_options: Any = None) -> Running:
+        torch.compiler.reset()
+        module = torch.compile(_module(model, dtype, provider), dynamic=True)
+        return _Module(module, provider)
+
+    return Contender("torch.compile", start)
 
 
 def reference(folder: Path, provider: Provider) -> Running:
@@ -154,25 +191,61 @@ def reference(folder: Path, provider: Provider) -> Running:
     return _plain(folder / f"{PLAIN}.onnx", provider, **options)
 
 
-def _plain(path: Path, provider: Provider, **options: str) -> Running:
-    return _Session(plain_session(path, provider, None, **options), provider)
+def _in_onnxruntime(form: Form, provider: Provider) -> Iterator[Contender]:
+    theirs, mine = f"ort{form.suffix}", f"ours{form.suffix}"
+    plain, ours = partial(_plain, form.path, provider), partial(_ours, form.path, provider)
+    yield Contender(theirs, plain)
+    yield Contender(mine, ours)
+    if not provider.is_cuda:
+        return
+    graphs, repeating = {"cuda_graphs": GRAPHS}, {"shapes": "repeating"}
+    unchanged = partial(ours, rewrite=False, **graphs, **repeating)
+    yield Contender(f"{theirs} graphs", unchanged, repeats=True)
+    yield Contender(f"{mine} graphs", partial(ours, **graphs), repeats=True)
+    if form.attention:
+        yield Contender(f"{theirs} sdpa", partial(plain, **CHANGING_SHAPES))
+        yield Contender(f"{mine} cudnn", partial(ours, **repeating), repeats=True)
+        both = partial(ours, **graphs, **repeating)
+        yield Contender(f"{mine} cudnn graphs", both, repeats=True)
 
 
-def _ours(path: Path, provider: Provider) -> Running:
-    return _Session(our_session(path, provider), provider)
+def _without_pattern(form: Form, provider: Provider) -> Iterator[Contender]:
+    """Without fused attention's plans, which would hide the difference."""
+    changing = CHANGING_SHAPES if provider.is_cuda else {}
+
+    def options() -> ort.SessionOptions:
+        made = session_options()
+        made.enable_mem_pattern = False
+        return made
+
+    yield Contender(
+        f"ort{form.suffix} nopattern",
+        lambda given=None: _plain(form.path, provider, given or options(), **changing),
+    )
+    yield Contender(
+        f"ours{form.suffix} nopattern",
+        lambda given=None: _ours(form.path, provider, given or options()),
+    )
 
 
-def _graphed(path: Path, provider: Provider) -> Running:
+def _plain(
+    path: Path, provider: Provider, options: ort.SessionOptions | None = None, **settings: str
+) -> Running:
+    return _Session(plain_session(path, provider, options, **settings), provider)
+
+
+def _ours(
+    path: Path, provider: Provider, options: ort.SessionOptions | None = None, **arguments: Any
+) -> Running:
     session = moonpoly_ort.InferenceSession(
-        path, session_options(), providers=provider.listed(), backend="cuda", pack=provider.pack,
-        cuda_graphs=GRAPHS,
+        path, options or session_options(), providers=provider.listed(), pack=provider.pack,
+        backend="cuda" if provider.is_cuda else "auto", **arguments,
     )  # fmt: skip
-    return _Graphed(session, provider)
+    return (_Graphed if arguments.get("cuda_graphs") else _Session)(session, provider)
 
 
-def _torch(model: Model, dtype: str, provider: Provider, *, compiled: bool = False) -> Running:
-    module = _module(model, dtype, provider)
-    return _Module(torch.compile(module, dynamic=True) if compiled else module, provider)
+def _torch(model: Model, dtype: str, provider: Provider) -> Running:
+    return _Module(_module(model, dtype, provider), provider)
 
 
 def _module(model: Model, dtype: str, provider: Provider) -> torch.nn.Module:

@@ -14,43 +14,47 @@ from benchmarks import csv_rows
 
 
 def totals(rows: list[dict[str, str]]) -> dict[str, dict[str, float]]:
-    """`stream_ms` by stream and contender, of whole streams; later rows replace earlier ones."""
+    """`stream_ms` by stream and contender, estimates too; later rows replace earlier ones."""
     found: dict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        if row["measure"] == "stream_ms" and not row["note"]:
+        if row["measure"] == "stream_ms":
             found[row["stream"]][row["contender"]] = float(row["value"])
     return dict(found)
 
 
 def draw(path: Path, model: str, dtype: str, folder: Path) -> Path | None:
-    """Writes FOLDER/MODEL-DTYPE.png; None where no stream of it is complete."""
+    """Writes FOLDER/MODEL-DTYPE.png; None where it has no stream."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     rows = [row for row in csv_rows.read([path]) if (row["model"], row["dtype"]) == (model, dtype)]
     found = totals(rows)
     if not found:
         return None
     names = list(dict.fromkeys(name for times in found.values() for name in times))
-    colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
+    colours = {name: colormaps["tab20"](index % 20) for index, name in enumerate(names)}
+    estimated = {(row["stream"], row["contender"]) for row in rows
+                 if row["measure"] == "stream_ms" and row["note"]}  # fmt: skip
     figure = Figure(figsize=(6 * len(found), 8), layout="constrained")
     figure.suptitle(f"{model}, {dtype}")
     for column, (stream, times) in enumerate(found.items()):
         bars = figure.add_subplot(2, len(found), column + 1)
-        bars.barh(list(times), list(times.values()), color=[colours[name] for name in times])
-        bars.set(title=f"{stream}: all sizes, each new", xlabel="ms")
+        shown = [f"{name} (estimated)" if (stream, name) in estimated else name for name in times]
+        bars.barh(shown, list(times.values()), color=[colours[name] for name in times])
+        bars.set(title=f"{stream}: all sizes, each new", xlabel="ms", xscale="log")
+        bars.xaxis.set_minor_formatter(NullFormatter())
         bars.invert_yaxis()
         by_size = figure.add_subplot(2, len(found), len(found) + column + 1)
         for name in times:
             mine = [r for r in rows if (r["stream"], r["contender"], r["measure"])
                     == (stream, name, "new_ms")]  # fmt: skip
             work = [math.prod(n for n in map(int, r["size"].split("x")) if n) for r in mine]
-            by_size.scatter(work, [float(r["value"]) for r in mine], s=8, label=name,
-                            color=colours[name])  # fmt: skip
+            by_size.scatter(work, [float(r["value"]) for r in mine], s=8, color=[colours[name]])
         by_size.set(yscale="log", xlabel="product of the sizes", ylabel="ms, first run of a size")
         by_size.grid(alpha=0.3)
-        by_size.legend(fontsize=7)
     output = folder / f"{model}-{dtype}.png"
-    figure.savefig(output, dpi=110)
+    figure.savefig(output, dpi=80)
     return output
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.exported_models import Feed, Model, Size, Stream
@@ -18,20 +17,23 @@ from benchmarks.recording import say
 from benchmarks.running import Provider
 from tests.corpus.comparing import Mismatch, relative_error
 
-TURN = 10  # sizes that one contender runs before the next one's turn
 HEAD = ("model", "dtype", "stream", "contender", "measure", "size", "value", "note")
-KEY = ("model", "dtype", "stream", "contender", "measure", "size")
-DONE = "seconds"  # the measure that ends a stream: how long all of it took
+KEY = HEAD[:6]
+LEAST = 5  # sizes of a stream that every contender runs, however slow it is
+SWEEPS = {"new_ms": "stream_ms", "again_ms": "again_stream_ms"}
 
 
 @dataclass
 class Measured:
-    """One model in one type while it is measured. `write` takes a row without model and dtype."""
+    """One model in one type while it is measured. `write` takes a row; `all_started` is False once
+    there was no time left for a contender.
+    """
 
     model: Model
     dtype: str
     provider: Provider
     write: Callable[[dict[str, Any]], None]
+    all_started: bool = True
 
     def row(
         self, stream: str, contender: str, measure: str, value: float | str, size: Size = (),
@@ -45,34 +47,40 @@ class Measured:
             }
         )  # fmt: skip
 
-    def tensors(self, size: Size) -> dict[str, torch.Tensor]:
-        feed = self.model.feed(size, self.dtype)
-        return on_device(feed, self.provider)
+    def tensors(self, size: Size, dtype: str = "") -> Feed:
+        """Inputs on the device, in the type that is measured or another one."""
+        feed = self.model.feed(size, dtype or self.dtype, self.provider.torch_device)
+        self.provider.synchronize()
+        return feed
 
-    def start(self, candidates: Iterable[Contender], size: Size) -> dict[str, Running]:
-        """Makes all contenders ready and runs each once, at `size`: `create_s`, `first_run_ms`
-        (libraries are loaded, arenas grow) and `memory_mib`, the GPU memory that it took.
+    def start(
+        self, candidates: Iterable[Contender], size: Size, deadline: float
+    ) -> dict[str, Running]:
+        """Makes contenders ready and runs each once, at `size`: `create_s`, `first_run_ms` (arenas
+        grow) and `memory_mib`, the GPU memory that it took.
 
-        One that fails has the row `failed`, and is out.
+        One that fails, or for which there is no time left, has the row `failed`, and is out.
         """
-        running = {}
+        running: dict[str, Running] = {}
+        inputs = self.tensors(size)
         for contender in candidates:
-            inputs = self.tensors(size)
+            if time.monotonic() > deadline:
+                self.row("-", contender.name, "failed", 1, note="no time left")
+                self.all_started = False
+                continue
             before = self._used()
             started = time.perf_counter()
             try:
                 ready = contender.start()
                 created = time.perf_counter()
-                ready.prepare(inputs).run()
+                taken = milliseconds(ready.prepare(inputs))
             except Exception as error:
                 message = f"{type(error).__name__}: {str(error)[:200]}"
                 say(f"{self.model.id} {self.dtype} {contender.name} failed: {message}")
                 self.row("-", contender.name, "failed", 1, note=message)
                 continue
             self.row("-", contender.name, "create_s", created - started)
-            self.row(
-                "-", contender.name, "first_run_ms", (time.perf_counter() - created) * 1e3, size
-            )
+            self.row("-", contender.name, "first_run_ms", taken, size)
             if self.provider.is_cuda:
                 self.row("-", contender.name, "memory_mib", (self._used() - before) / 2**20, size)
             running[contender.name] = ready
@@ -115,59 +123,114 @@ class Measured:
                 self.row("-", name, "kernels", len(on_gpu), size)
 
     def stream(
-        self, running: Mapping[str, Running], stream: Stream, few: Mapping[str, int]
-    ) -> None:
-        """All sizes, each new, contenders in turns: `new_ms` of each, their sum `stream_ms`; then
-        all of them again: `again_ms`. `few`: contenders that run only so many of the sizes.
-        """
-        for measure, total in (("new_ms", "stream_ms"), ("again_ms", "again_stream_ms")):
-            times: dict[str, list[float]] = {name: [] for name in running}
-            for start in range(0, len(stream.sizes), TURN):
-                sizes = stream.sizes[start : start + TURN]
-                inputs = [self.tensors(size) for size in sizes]
-                for name, ready in running.items():
-                    count = few.get(name, len(stream.sizes)) - start
-                    for size, tensors in list(zip(sizes, inputs, strict=True))[: max(count, 0)]:
-                        prepared = ready.prepare(tensors)
-                        times[name].append(milliseconds(prepared))
-                        if measure == "new_ms":
-                            self.row(stream.name, name, measure, times[name][-1], size)
-            for name, taken in times.items():
-                note = "" if len(taken) == len(stream.sizes) else f"first {len(taken)} sizes"
-                self.row(stream.name, name, total, sum(taken), note=note)
-                self.row(stream.name, name, f"median_{measure}", statistics.median(taken))
+        self, running: Mapping[str, Running], stream: Stream, patience: float, deadline: float
+    ) -> bool:
+        """All sizes, each new, and then all of them again; every size is run by all contenders, in
+        an order that turns. Rows `new_ms` of each size, `median_new_ms`, `median_again_ms`, and the
+        sums `stream_ms` and `again_stream_ms`.
 
-    def steady(self, running: Mapping[str, Running], stream: Stream, seconds: float) -> None:
-        """`steady_ms`: the median of one size again and again, contenders in turn."""
+        A contender that has run for `patience` seconds is out of the rest of a sweep: see `total`.
+
+        Returns:
+            Whether the end was reached before the deadline, which ends a sweep for all.
+        """
+        in_time = True
+        count = dict.fromkeys(running, len(stream.sizes))
+        for measure in SWEEPS:
+            times: dict[str, list[float]] = {name: [] for name in running}
+            for index, size in enumerate(stream.sizes):
+                if index >= LEAST and time.monotonic() > deadline:
+                    in_time = False
+                    break
+                inputs = self.tensors(size)
+                for name in turned(list(running), index):
+                    taken = times[name]
+                    out = index >= LEAST and sum(taken) > 1e3 * patience
+                    if out or not len(taken) == index < count[name]:
+                        continue
+                    taken.append(milliseconds(running[name].prepare(inputs)))
+                    if measure == "new_ms":
+                        self.row(stream.name, name, measure, taken[-1], size)
+            for name, taken in times.items():
+                self.totals(stream, name, measure, taken)
+                count[name] = len(taken)
+        return in_time
+
+    def totals(self, stream: Stream, name: str, measure: str, taken: list[float]) -> None:
+        """The rows about one contender's sweep of a stream."""
+        if taken:
+            value, note = total(taken, len(stream.sizes))
+            self.row(stream.name, name, SWEEPS[measure], value, note=note)
+            self.row(stream.name, name, f"median_{measure}", statistics.median(taken))
+
+    def steady(
+        self, running: Mapping[str, Running], stream: Stream, seconds: float, deadline: float
+    ) -> bool:
+        """`steady_ms`: the median of one size again and again, contenders in turn. Returns whether
+        all sizes were reached before the deadline.
+        """
         for size in stream.steady:
+            if time.monotonic() > deadline:
+                return False
             inputs = self.tensors(size)
-            calls = {name: ready.prepare(inputs).run for name, ready in running.items()}
+            calls = {}
+            for name, ready in running.items():
+                try:
+                    calls[name] = ready.prepare(inputs).run
+                except Exception as error:  # a graph that does not fit, say
+                    say(f"{self.model.id} {self.dtype} {name} {shown(size)} failed: {error}")
             share = seconds / len(stream.steady)
-            for name, timing in compare_calls(calls, rounds=50, warm_up=3, seconds=share).items():
+            found = compare_calls(calls, rounds=50, warm_up=3, seconds=share, burst=3)
+            for name, timing in found.items():
                 self.row(stream.name, name, "steady_ms", timing.median / 1e3, size)
+        return True
+
+    def compiled(self, contender: Contender, stream: Stream, patience: float) -> None:
+        """torch.compile on its own: it starts anew, `stream_ms` holds what it compiled on the way,
+        and it stops, at `LEAST` sizes or later, after `patience` seconds.
+        """
+        ready = contender.start()
+        taken: list[float] = []
+        for size in stream.sizes:
+            if len(taken) >= LEAST and sum(taken) > 1e3 * patience:
+                break
+            taken.append(milliseconds(ready.prepare(self.tensors(size))))
+            self.row(stream.name, contender.name, "new_ms", taken[-1], size)
+        self.totals(stream, contender.name, "new_ms", taken)
+        for size in stream.steady:
+            call = ready.prepare(self.tensors(size)).run
+            (timing,) = compare_calls({"": call}, rounds=30, warm_up=3, seconds=0.3).values()
+            self.row(stream.name, contender.name, "steady_ms", timing.median / 1e3, size)
 
     def _used(self) -> int:
         if not self.provider.is_cuda:
             return 0
         torch.cuda.synchronize(self.provider.ordinal)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.provider.ordinal)
-        return total - free
+        free, whole = torch.cuda.mem_get_info(self.provider.ordinal)
+        return whole - free
+
+
+def total(taken: Sequence[float], sizes: int) -> tuple[float, str]:
+    """The sum over a stream of so many sizes, of which the first were taken, and what to note of
+    it. The others count as the (lower) median, which leaves out what is compiled or searched once.
+    """
+    if len(taken) == sizes:
+        return sum(taken), ""
+    rest = (sizes - len(taken)) * statistics.median_low(taken)
+    return sum(taken) + rest, f"from {len(taken)} of {sizes} sizes"
+
+
+def turned(names: list[str], by: int) -> list[str]:
+    """The names with the first ones at the end."""
+    at = by % len(names) if names else 0
+    return names[at:] + names[:at]
 
 
 def milliseconds(prepared: Prepared) -> float:
     started = time.perf_counter()
     prepared.run()
     return (time.perf_counter() - started) * 1e3
-
-
-def on_device(feed: Feed, provider: Provider) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(value).to(provider.torch_device) for name, value in feed.items()}
-
-
-def outputs(ready: Running, feed: Feed, provider: Provider) -> Arrays:
-    """Of the reference, as float64-comparable arrays."""
-    return [np.asarray(value) for value in ready.prepare(on_device(feed, provider)).fetch()]
 
 
 def shown(size: Sequence[int]) -> str:

@@ -33,6 +33,7 @@ ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
 Backend = Literal["auto", "cuda", "interpreter"]
 Precision = Literal["tf32", "ieee"]
+Shapes = Literal["changing", "repeating"]
 
 INTERPRETED_SM = 90  # the richest kernel list
 FOLDER = "session.model_external_initializers_file_folder_path"
@@ -251,6 +252,7 @@ class _Request(NamedTuple):
     vendor: bool | None
     graphs: GraphLimits | None
     optimize: str | None
+    shapes: str
     kwargs: dict[str, Any]
 
 
@@ -271,6 +273,10 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             one at a time, in all threads; models that ONNX Runtime cannot capture run without, as a
             warning says.
         optimize: a graph optimizer to run before the rewrite, as for `moonpoly_ort.rewrite`.
+        shapes: what is to be expected of the inputs, where our kernels run on CUDA. `changing`
+            keeps ONNX Runtime's fused attention from making a plan of cuDNN for every new length,
+            which takes it 45 ms; `repeating` lets it, for few lengths that come again and again.
+            The CUDA provider's own `sdpa_kernel` goes before it.
 
     Attributes:
         moonpoly_report: the report of the rewrite, None where nothing was rewritten.
@@ -295,10 +301,12 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         vendor: bool | None = None,
         cuda_graphs: int | GraphLimits = 0,
         optimize: str | None = None,
+        shapes: Shapes = "changing",
         **kwargs: Any,
     ) -> None:
         graphs = GraphLimits.of(cuda_graphs)
         optimizing.check(optimize)
+        _check("shapes", shapes, ("changing", "repeating"))
         if optimize is not None and not rewrite:
             raise ArgumentError("optimize= belongs to the rewrite, which rewrite=False leaves out")
         self._request = _Request(
@@ -311,6 +319,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             vendor,
             graphs,
             optimize,
+            shapes,
             kwargs,
         )
         self._start(providers, provider_options)
@@ -362,7 +371,9 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             # Registered ops are never inlined: with such options only the untouched model runs
             # elsewhere.
             untouched = registration is None and options in _registered
-            if self._adds_settings(registration, providers, options):
+            if self._request.shapes == "changing" and _adds_settings(
+                registration, providers, options
+            ):
                 providers = for_changing_shapes(providers, provider_options)
                 provider_options = None
             model, folder, self.moonpoly_report = source, None, None
@@ -383,12 +394,6 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         if model is not source:  # the base class keeps it for set_providers, which is ours
             self._model_bytes = None
             self._model_path = None if isinstance(source, bytes) else os.fspath(source)
-
-    @staticmethod
-    def _adds_settings(registration: Registration | None, providers: Any, options: Any) -> bool:
-        """Providers that are set in the options come with settings that nobody can read."""
-        on_cuda = registration is not None and registration.backend == "cuda"
-        return on_cuda and bool(providers or not options.has_providers())
 
     def _create(self, model: Any, options: Any, providers: Any, provider_options: Any) -> None:
         """The base class's session, with CUDA graphs where they are asked for and can be had."""
@@ -420,6 +425,12 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             super().__init__(model, options, providers, provider_options, **kwargs)
             return
         self._graphs = GraphCache(places, limits)
+
+
+def _adds_settings(registration: Registration | None, providers: Any, options: Any) -> bool:
+    """Providers that are set in the options come with settings that nobody can read."""
+    on_cuda = registration is not None and registration.backend == "cuda"
+    return on_cuda and bool(providers or not options.has_providers())
 
 
 def _cuda_device(providers: Any, provider_options: Any, options: Any) -> int | None:

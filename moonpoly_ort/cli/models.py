@@ -160,6 +160,9 @@ def run(
         ),
     ] = None,
     pack: Annotated[Path | None, typer.Option(help="The kernel pack to use.")] = None,
+    shapes: Annotated[
+        str, typer.Option(help="changing or repeating: what the session is set for.")
+    ] = "changing",
     repeat: Annotated[int, typer.Option(min=0, help="Run so many times more and time it.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -178,6 +181,7 @@ def run(
         backend=backend,
         precision=precision,
         pack=pack,
+        shapes=shapes,
     )
     names = [output.name for output in session.get_outputs()]
     try:
@@ -193,7 +197,7 @@ def run(
         raise InputError(f"{model} did not run on these inputs: {error}") from error
     if outputs:
         save_arrays(outputs, dict(zip(names, results, strict=True)))
-    shapes = {name: list(np.shape(value)) for name, value in zip(names, results, strict=True)}
+    dims = {name: list(np.shape(value)) for name, value in zip(names, results, strict=True)}
     timing = {"median_ms": float(np.median(times)), "min_ms": min(times)} if times else None
     if as_json:
         print_json(
@@ -201,7 +205,7 @@ def run(
                 "backend": session.moonpoly_backend,
                 "providers": session.get_providers(),
                 "inputs": {name: list(value.shape) for name, value in values.items()},
-                "outputs": shapes,
+                "outputs": dims,
                 "time": timing,
             }
         )
@@ -209,7 +213,7 @@ def run(
     out = console()
     rows = [("input", name, value.dtype, list(value.shape)) for name, value in values.items()]
     rows += [
-        ("output", name, getattr(value, "dtype", type(value).__name__), shapes[name])
+        ("output", name, getattr(value, "dtype", type(value).__name__), dims[name])
         for name, value in zip(names, results, strict=True)
     ]
     out.print(table("", ("", "name", "type", "shape"), rows))

@@ -228,6 +228,13 @@ class TestRun:
         assert data["providers"] == ["CPUExecutionProvider"]
         assert 0 < data["time"]["min_ms"] <= data["time"]["median_ms"]
 
+    def test_what_shapes_to_expect(self, model: Path) -> None:
+        words = ["run", model, "--dim", "batch=2", "--provider", "cpu", "--shapes"]
+        assert moonpoly(*words, "repeating").exit_code == 0
+        refused = moonpoly(*words, "fixed")
+        assert refused.exit_code == 2
+        assert "accepted: 'changing', 'repeating'" in refused.stderr
+
 
 class TestExplain:
     def test_shows_a_plan_per_node(self, model: Path) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import onnxruntime as ort
+from pathlib import Path
+from typing import Any
 
-from moonpoly_ort.provider_settings import CUDA, for_changing_shapes, with_settings
+import onnxruntime as ort
+import pytest
+
+from moonpoly_ort import ArgumentError, InferenceSession, session
+from moonpoly_ort.provider_settings import CHANGING_SHAPES, CUDA, for_changing_shapes, with_settings
 
 CPU = "CPUExecutionProvider"
 CUDNN = 8
@@ -35,3 +40,54 @@ def test_settings_go_on_top_and_to_cuda_alone() -> None:
 
 def test_without_providers_those_of_onnxruntime_are_meant() -> None:
     assert [name for name, _ in with_settings(None, None, {})] == ort.get_available_providers()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Of each session on our kernels, what it asks of the CUDA provider, if anything; it then runs
+    on the CPU.
+    """
+    found: list[dict[str, str]] = []
+    make = ort.InferenceSession.__init__
+
+    def init(self: Any, source: Any, options: Any, providers: Any, own: Any, **kwargs: Any) -> None:
+        cuda = providers[0]
+        found.append(cuda[1] if isinstance(cuda, tuple) else (own or [{}])[0])
+        make(self, source, ort.SessionOptions(), [CPU], None, **kwargs)
+
+    registration = session.Registration("cuda", "tf32", "no.mpk")
+    monkeypatch.setattr(session, "_resolve", lambda *_: registration)
+    monkeypatch.setattr(session, "_register", lambda *_: None)
+    monkeypatch.setattr(ort.InferenceSession, "__init__", init)
+    return found
+
+
+def test_sessions_are_set_for_changing_shapes_unless_told_otherwise(
+    model: Path, asked: list[dict[str, str]]
+) -> None:
+    InferenceSession(model, providers=[CUDA, CPU])
+    InferenceSession(model, providers=[CUDA, CPU], shapes="changing")
+    InferenceSession(model, providers=[CUDA, CPU], shapes="repeating")
+    assert asked == [CHANGING_SHAPES, CHANGING_SHAPES, {}]
+
+
+@pytest.mark.parametrize("shapes", ["changing", "repeating"])
+def test_the_caller_choice_of_attention_goes_before_it(
+    model: Path, asked: list[dict[str, str]], shapes: session.Shapes
+) -> None:
+    InferenceSession(model, providers=[(CUDA, {"sdpa_kernel": "8"}), CPU], shapes=shapes)
+    InferenceSession(
+        model, None, [CUDA, CPU], [{"sdpa_kernel": "16"}, {}], shapes=shapes
+    )  # fmt: skip
+    assert asked == [{"sdpa_kernel": "8"}, {"sdpa_kernel": "16"}]
+
+
+def test_set_providers_keeps_it(model: Path, asked: list[dict[str, str]]) -> None:
+    made = InferenceSession(model, providers=[CUDA, CPU], shapes="repeating")
+    made.set_providers([CUDA, CPU])
+    assert asked == [{}, {}]
+
+
+def test_other_shapes_are_refused(model: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"shapes = 'fixed'; accepted: 'changing', 'repeating'"):
+        InferenceSession(model, providers=[CPU], shapes="fixed")  # type: ignore[arg-type]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("onnxscript")
 
-from benchmarks import bench_models, exported_models, model_plots
-from benchmarks.exported_models import ALL
+from benchmarks import bench_models, exported_models, model_contenders, model_plots
+from benchmarks.exported_models import ALL, PUBLISHED
+from benchmarks.placed_models import Places
+from benchmarks.running import Provider
 
 FORMS = ("onnxscript", "onnxscript-lean", "onnxscript-mha", "ort:bert")
 """Those that run on the CPU."""
@@ -24,17 +28,27 @@ FORMS = ("onnxscript", "onnxscript-lean", "onnxscript-mha", "ort:bert")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports")
     (bert,) = exported_models.named("bert_base")
-    exported_models.prepare(dataclasses.replace(bert, dtypes=("f32",)), folder, reduced=True)
+    bert = dataclasses.replace(bert, dtypes=("f32",), optimizers=FORMS)
+    exported_models.prepare(bert, folder, reduced=True)
     return folder
 
 
-def bench(exported: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+def bench(
+    exported: Path, output: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+) -> list[dict[str, str]]:
     words = [exported, "--output", output, "--dtypes", "f32", "--sizes", "3", "--steady", "0",
              "--provider", "CPUExecutionProvider", "--no-torch", "--no-pictures"]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["bench_models", *map(str, words)])
+    monkeypatch.setattr(sys, "argv", ["bench_models", *map(str, words), *more])
     bench_models.main()
     with (output / "models.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def by_contender(rows: list[dict[str, str]]) -> dict[str, dict[str, list[float]]]:
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        values[row["measure"]][row["contender"]].append(float(row["value"]))
+    return values
 
 
 def test_every_contender_is_right_and_timed(
@@ -42,9 +56,7 @@ def test_every_contender_is_right_and_timed(
 ) -> None:
     rows = bench(exported, tmp_path, monkeypatch)
     assert not [row for row in rows if row["measure"] == "failed"]
-    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        values[row["measure"]][row["contender"]].append(float(row["value"]))
+    values = by_contender(rows)
     names = {"ort", "ours", *(f"{who}+{form}" for who in ("ort", "ours") for form in FORMS)}
     for measure in ("create_s", "error", "new_ms", "stream_ms", "again_stream_ms", "steady_ms"):
         assert set(values[measure]) == names, measure
@@ -53,8 +65,29 @@ def test_every_contender_is_right_and_timed(
     for name, totals in values["stream_ms"].items():  # of its sizes
         assert sum(totals) == pytest.approx(sum(values["new_ms"][name]), rel=0.01)
     assert model_plots.totals(rows).keys() == {"batch 1", "batch 8"}
+    (summary,) = json.loads((tmp_path / "summary.json").read_text())
+    assert {name: stream["sizes"] for name, stream in summary["streams"].items()} == {
+        "batch 1": 3, "batch 8": 3,
+    }  # fmt: skip
 
     assert bench(exported, tmp_path, monkeypatch) == rows  # nothing is done twice
+
+
+def test_chosen_contenders_alone(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--nopattern", "--contenders", "ort+ort:bert nopattern,ours")
+    rows = bench(exported, tmp_path, monkeypatch, *words)
+    assert set(by_contender(rows)["steady_ms"]) == {"ort+ort:bert nopattern", "ours"}
+
+
+def test_without_time_nothing_counts_as_done(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_models, "START", -1.0)
+    rows = bench(exported, tmp_path, monkeypatch)
+    assert {row["note"] for row in rows if row["measure"] == "failed"} == {"no time left"}
+    assert not [row for row in rows if row["measure"] == "steady_s"]
 
 
 @pytest.mark.parametrize("model", ALL, ids=lambda model: model.id)
@@ -66,6 +99,48 @@ def test_streams_hold_what_is_promised(model: exported_models.Model) -> None:
     assert all(len(stream.sizes) == 4 for stream in bench_models.streams_of(model, 4))
 
 
+def test_on_cuda_fused_attention_has_both_ways_and_sizes_that_repeat_graphs(exported: Path) -> None:
+    (bert,) = exported_models.named("bert_base")
+    found = list(
+        model_contenders.contenders(bert, "f32", exported / "bert_base/f32", Provider(), eager=True)
+    )
+    names = {contender.name for contender in found}
+    fused = {f"{side}+{form}" for side in ("ort", "ours") for form in FORMS[:1]}
+    for name in ("ort", "ours", "ort+ort:bert", "ours+ort:bert", *fused):
+        assert {name, f"{name} graphs"} <= names
+    cudnn = {name for name in names if name.endswith(("sdpa", "cudnn", "cudnn graphs"))}
+    assert {name.split(" ")[0] for name in cudnn} == fused
+    lasting = {contender.name for contender in found if not contender.repeats}
+    assert not [name for name in lasting if "graphs" in name or "cudnn" in name]
+    assert "torch" in lasting
+    assert len(names) == len(found)
+
+
+def test_a_form_that_fuses_nothing_is_none(exported: Path, tmp_path: Path) -> None:
+    plain = exported / "bert_base/f32/plain.onnx"
+    assert model_contenders.Form.of("+ort:bert", plain) is None
+    form = model_contenders.Form.of("", plain)
+    assert form is not None
+    assert not form.attention
+
+
+def test_a_published_model_needs_a_folder_of_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name the folder of these"):
+        Places(tmp_path).put(next(iter(PUBLISHED)), "f32", tmp_path / "f32")
+
+
+def test_inputs_of_another_type_are_the_same_rounded() -> None:
+    (llama,) = exported_models.named("llama_1b")
+    small = llama.shrunk()
+    exact, half = small.feed((2, 3, 5), "f32"), small.feed((2, 3, 5), "f16")
+    assert exact.keys() == half.keys()
+    for name, value in exact.items():
+        assert half[name].equal(value.half() if value.is_floating_point() else value)
+    other = small.feed((2, 3, 6), "f32")
+    assert other["past_0_key"].shape == (2, 2, 6, 16)
+    assert not other["input_ids"].equal(exact["input_ids"])
+
+
 def test_unknown_models_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,3 +150,15 @@ def test_unknown_models_are_refused(
         with pytest.raises(SystemExit):
             bench_models.main()
         assert said in capsys.readouterr().err
+
+
+def test_a_model_that_hangs_is_ended(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(bench_models, "GRACE", 0.5)
+    monkeypatch.setattr(bench_models, "measure", lambda *_: time.sleep(60))
+    (tmp_path / "models.csv").write_text(",".join(bench_models.HEAD) + "\n")
+    started = time.monotonic()
+    bench(exported, tmp_path, monkeypatch, "--each", "0.5")
+    assert time.monotonic() - started < 30
+    assert "ended with exit code -9" in capsys.readouterr().out
