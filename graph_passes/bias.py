@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import onnx
 
-from .fusion import Fused, Fusion, NearMiss, Product, same_size
+from .fusion import Fused, Fusion, NearMiss, NewConstant, Product, same_size
 from .operators import Operator
 from .report import Reason, Refusal
 from .tree import Array
@@ -59,7 +59,9 @@ class BiasFusion(Fusion):
         return Fused(
             operator=Operator(_WITH_BIAS[operator.base]),
             inputs=[*product.inputs[:index], addend],
-            vectors={} if isinstance(found, bool) else {index: found},
+            constants=(
+                {} if isinstance(found, bool) else {index: NewConstant(f"{addend}/vector", found)}
+            ),
             attributes={"beta": 1.0} if operator.base == "Gemm" else {},
             # A node that does more than to add stays behind the product, without its bias.
             absorbed=[] if is_gelu else [node],

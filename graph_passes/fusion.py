@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from .domain import DOMAIN, RULE_KEY, is_standard
 from .operators import OPERATORS, Operator
+from .payload import UnreadableError
 from .report import Entry, Reason, Refusal
 from .stand_ins import CONTRIB
 from .tree import Array, Constant, Place, Tree, reads_of
@@ -30,13 +31,21 @@ _LARGEST_VECTOR = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
+class NewConstant:
+    """The name that a constant should have, and its values."""
+
+    name: str
+    array: Array
+
+
+@dataclasses.dataclass(frozen=True)
 class Fused:
     """What a rule makes of a product and nodes behind it.
 
     Attributes:
         operator: What the node becomes.
         inputs: Its inputs.
-        vectors: Values of constants to make, by the index of the input that they replace.
+        constants: Constants to make, by the index of the input that they replace.
         absorbed: The nodes that go, in the order of the graph; the last one gives the output.
             Empty where nothing behind the product changes.
         attributes: Floats and ints to set on it.
@@ -48,7 +57,7 @@ class Fused:
     operator: Operator
     inputs: Sequence[str]
     absorbed: Sequence[onnx.NodeProto] = ()
-    vectors: Mapping[int, Array] = dataclasses.field(default_factory=dict)
+    constants: Mapping[int, NewConstant] = dataclasses.field(default_factory=dict)
     attributes: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     changes: Sequence[tuple[onnx.NodeProto, onnx.NodeProto]] = ()
     bypassed: Sequence[str] = ()
@@ -72,6 +81,8 @@ class Fusion(abc.ABC):
     """The operators that it absorbs."""
     transformation: ClassVar[str]
     """The rewrite with an arrow, in one line."""
+    changes_weights: ClassVar[bool] = False
+    """Whether it may replace weights, which a model that is to be trained names."""
 
     @abc.abstractmethod
     def match(self, product: Product) -> Fused | NearMiss | None:
@@ -88,6 +99,11 @@ class Product:
     @property
     def operator(self) -> Operator:
         return OPERATORS[self.node.op_type]
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it is a convolution that nothing has been fused into but a bias."""
+        return self.operator.is_base and self.operator.standard in ("Conv", "ConvTranspose")
 
     @property
     def output(self) -> str:
@@ -188,21 +204,35 @@ class Product:
         return value in self._graph.place.constants
 
     def constant(self, value: str) -> Array | None:
-        """The values of a constant of a bias's size; None for all others, and where they are in
-        another file.
+        """The values of a constant of a bias's size; None for all others.
+
+        Raises:
+            UnreadableError: They are in another file, which cannot be read.
         """
         found = self._graph.place.constants.get(value)
         if found is None or _elements(found.tensor.dims) > _LARGEST_VECTOR:
             return None
         try:
-            return self._graph.tree.array(found)
+            return self.weight(value)
         except ValueError:
             return None
+
+    def weight(self, value: str) -> Array:
+        """The values of a constant of any size.
+
+        Raises:
+            ValueError: It is malformed.
+            UnreadableError: It is in another file, which cannot be read.
+        """
+        return self._graph.tree.array(self._graph.place.constants[value])
 
     def scalar(self, value: str) -> float | None:
         """The number that a constant of one element holds.
 
         None too where its rank is above that of the output, which would then grow.
+
+        Raises:
+            UnreadableError: As `constant`.
         """
         found = self._graph.place.constants.get(value)
         if found is None or _elements(found.tensor.dims) != 1:
@@ -251,33 +281,51 @@ class _Graph:
         fused: list[tuple[Product, Entry]] = []
         missed: dict[tuple[str, int], tuple[onnx.NodeProto, Entry]] = {}
         taken: set[int] = set()
-        for candidate in self._nodes:
-            if candidate.domain != DOMAIN or id(candidate) in self._gone:
-                continue
-            product = Product(self, candidate)
-            searching = True
-            while searching:
-                searching = False
-                for rule in rules:
-                    found = rule.match(product)
-                    if isinstance(found, Fused) and (refusal := refuse(found.operator)):
-                        found = NearMiss(_reported(found), refusal)
+        products = [Product(self, node) for node in self._nodes if node.domain == DOMAIN]
+        changed = True
+        while changed:  # what one product absorbs may have stood in the way of another
+            changed = False
+            for product in products:
+                for rule, found in self._matches(product, rules, refuse):
                     if isinstance(found, NearMiss):
                         entry = self._entry(found.node, rule, found.refusal)
                         missed[rule.name, id(found.node)] = found.node, entry
-                    elif found is not None:
-                        for node in found.absorbed or [_reported(found)]:
-                            taken.add(id(node))
-                            fused.append((product, self._entry(node, rule, None)))
-                        self._replace(product, found, rule)
-                        searching = True
-                        break
+                        continue
+                    for node in found.absorbed or [_reported(found)]:
+                        taken.add(id(node))
+                        fused.append((product, self._entry(node, rule, None)))
+                    self._replace(product, found, rule)
+                    changed = True
         for product, entry in fused:
             yield dataclasses.replace(entry, into=product.output)
         for node, entry in missed.values():
-            if id(node) not in taken:
+            if id(node) not in taken | self._gone:
                 yield entry
         self._finish()
+
+    def _matches(
+        self,
+        product: Product,
+        rules: Sequence[Fusion],
+        refuse: Callable[[Operator], Refusal | None],
+    ) -> Iterator[tuple[Fusion, Fused | NearMiss]]:
+        """What the rules find at a product, from the first rule on again after each change."""
+        pending = list(rules)
+        while pending:
+            rule = pending.pop(0)
+            try:
+                found = rule.match(product)
+            except UnreadableError as error:
+                reader = product.only_reader()
+                node = product.node if reader is None else reader
+                found = NearMiss(node, Refusal(Reason.DATA_UNREADABLE, str(error)))
+            if isinstance(found, Fused) and (refusal := refuse(found.operator)):
+                found = NearMiss(_reported(found), refusal)
+            if found is None:
+                continue
+            yield rule, found
+            if isinstance(found, Fused):
+                pending = list(rules)
 
     def _entry(self, node: onnx.NodeProto, rule: Fusion, refusal: Refusal | None) -> Entry:
         return Entry(
@@ -313,8 +361,12 @@ class _Graph:
         old = product.node
         last = found.absorbed[-1] if found.absorbed else old
         inputs = list(found.inputs)
-        for index, array in found.vectors.items():
-            inputs[index] = self._new_vector(inputs[index], array, last)
+        constants = self.place.constants
+        others = any(constants[name].is_node for name in inputs if name in constants)
+        for index, constant in found.constants.items():
+            replaced = constants.get(inputs[index])
+            as_node = others if replaced is None else replaced.is_node
+            inputs[index] = self._new_constant(constant, last, as_node=as_node)
         while inputs and not inputs[-1]:
             inputs.pop()
         fused = onnx.NodeProto()
@@ -347,11 +399,10 @@ class _Graph:
             self._enter(node)
         self._drop_unread(found.bypassed)
 
-    def _new_vector(self, name: str, array: Array, before: onnx.NodeProto) -> str:
-        """A constant with the values of another, which may have other readers."""
-        as_node = self.place.constants[name].is_node
-        new = self.tree.new_name(f"{name}/vector")
-        tensor = onnx.numpy_helper.from_array(array, new)
+    def _new_constant(self, wanted: NewConstant, before: onnx.NodeProto, *, as_node: bool) -> str:
+        """Makes a constant, in a node in front of another if told so, and returns its name."""
+        new = self.tree.new_name(wanted.name)
+        tensor = onnx.numpy_helper.from_array(wanted.array, new)
         self.place.constants[new] = Constant(tensor, as_node)
         if isinstance(self.place.body, onnx.GraphProto) and not as_node:
             self.place.body.initializer.append(tensor)

@@ -21,7 +21,17 @@ _MAY_HOLD_TENSORS = frozenset(
     ]
 )
 
+
+class UnreadableError(Exception):
+    """The payload of a tensor is in another file, which cannot be read; says which and why."""
+
+
 TensorCopier = Callable[[onnx.TensorProto, onnx.TensorProto], None]
+
+
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """Whether the payload of a tensor is in another file."""
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
 def tensors(message: Message) -> Iterator[onnx.TensorProto]:

@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 from moonpoly_ort.errors import ProblemError
 
-from . import batch_normalization, domain
+from . import domain
 from .activation import ActivationFusion
+from .batch_normalization import BatchNormalizationFusion
 from .bias import BiasFusion
 from .contrib import FusedConvRule, FusedGemmRule, FusedMatMulRule
 from .conv import ConvRule
@@ -42,6 +43,7 @@ RULES: tuple[Rule, ...] = (
 FUSIONS: tuple[Fusion, ...] = (
     # Tried in this order at each product until none matches: the name of an operator says what is
     # applied first, and a vector that is added could pass for a residual of rank 1.
+    BatchNormalizationFusion(),
     TransposeFusion(),
     FlattenFusion(),
     BiasFusion(),
@@ -49,7 +51,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ActivationFusion(),
 )
 
-_NAMES = (*(r.name for r in RULES), batch_normalization.NAME, *(f.name for f in FUSIONS))
+_NAMES = (*(rule.name for rule in RULES), *(fusion.name for fusion in FUSIONS))
 """Of all rules, in the order they are applied."""
 
 _RULE_OF = {(rule.domain, rule.op_type): rule for rule in RULES}
@@ -76,12 +78,7 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
 
 def described() -> list[tuple[str, str, str]]:
     """Name, operator and transformation of all rules, in the order they are applied."""
-    folding = batch_normalization
-    return [
-        *((rule.name, rule.op_type, rule.transformation) for rule in RULES),
-        (folding.NAME, folding.OP_TYPE, folding.TRANSFORMATION),
-        *((fusion.name, fusion.op_type, fusion.transformation) for fusion in FUSIONS),
-    ]
+    return [(rule.name, rule.op_type, rule.transformation) for rule in (*RULES, *FUSIONS)]
 
 
 def _names(names: Iterable[str]) -> list[str]:
@@ -102,8 +99,9 @@ def apply(
     """
     nodes = list(walk(model))
     domain.refuse_foreign_use(model, (node for _, _, node in nodes))
-    views = typed_views(model)
-    fusions = [rule for rule in FUSIONS if rule.name in enabled]
+    views = typed_views(model, initializers.external_data)
+    trained = bool(model.training_info)  # which names initializers
+    fusions = [r for r in FUSIONS if r.name in enabled and not (trained and r.changes_weights)]
     values = values_of_graphs(model, views) if fusions else []
     body_opset = _body_opset(model)
     overridden = frozenset(f.name for f in model.functions if domain.is_standard(f.domain))
@@ -136,8 +134,6 @@ def apply(
                 rule.rewrite(view)
             _write_back(views[number][0], node, rule)
             domain.import_into(holder.opset_import)
-    if batch_normalization.NAME in enabled:
-        report += batch_normalization.fold(model, initializers, overridden)
     if fusions and body_opset is not None and any(n.domain == domain.DOMAIN for _, _, n in nodes):
         trees = forest(model, initializers)
         report += fuse(trees, values, fusions, model, body_opset)

@@ -26,6 +26,7 @@ class Reason(enum.StrEnum):
     TRAINING = "training"
     OTHER_READERS = "other-readers"
     NOT_CONSTANT = "not-constant"
+    DATA_UNREADABLE = "data-unreadable"
     INEXACT = "inexact"
     BROADCASTS = "broadcasts"
     SHAPE_UNPROVEN = "shape-unproven"

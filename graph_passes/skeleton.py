@@ -1,30 +1,47 @@
 """A model without its weights: what type inference and onnx_ir work on.
 
-A copy of the model in which every large or external tensor has lost its payload and kept name,
-dtype and dims. So shape inference works on models of any size, no external data is read, and no
+A copy of the model in which every large tensor has lost its payload and kept name, dtype and dims.
+So shape inference works on models of any size, of external data only small tensors are read, and no
 weight is held twice. Nothing of a skeleton is ever written back but what a rule changed on a node,
 hence it may drop what onnx_ir 1.1 cannot represent: map types, sparse tensors, training info.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import onnx
 
 from . import stand_ins
 from .domain import is_standard
-from .payload import copy_message
+from .payload import UnreadableError, copy_message, is_external
+
+logger = logging.getLogger(__name__)
 
 KEPT_ELEMENTS = 1024
 """Tensors up to this size stay: shape inference reads operands of Reshape and the like."""
 
 
-def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model as described above; `model` itself is not changed."""
+ExternalData = Callable[[onnx.TensorProto], bytes]
+"""Reads the payload of a tensor from another file; raises UnreadableError."""
+
+
+def skeleton(model: onnx.ModelProto, external_data: ExternalData | None = None) -> onnx.ModelProto:
+    """The model as described above; `model` itself is not changed.
+
+    Args:
+        model: The model.
+        external_data: Where small tensors get their payload if it is in another file; without it,
+            and where the file cannot be read, they lose it like large ones.
+    """
     result = onnx.ModelProto()
-    copy_message(model, result, _copy_without_payload)
+
+    def copy(source: onnx.TensorProto, target: onnx.TensorProto) -> None:
+        _copy_without_payload(source, target, external_data)
+
+    copy_message(model, result, copy)
     result.ClearField("training_info")
     own = {f.name for f in model.functions if f.domain == stand_ins.CONTRIB}
     for graph in _graphs(result):
@@ -46,19 +63,33 @@ def skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def _copy_without_payload(source: onnx.TensorProto, target: onnx.TensorProto) -> None:
+def _copy_without_payload(
+    source: onnx.TensorProto, target: onnx.TensorProto, external_data: ExternalData | None
+) -> None:
     if keeps_payload(source):
         target.CopyFrom(source)
-    else:
-        _make_placeholder(target, source.name, source.data_type, source.dims)
+        return
+    if external_data is not None and _is_small(source) and is_external(source):
+        try:
+            target.raw_data = external_data(source)
+        except UnreadableError as error:
+            logger.info("shape inference goes without a constant: %s", error)
+        else:
+            target.name, target.data_type = source.name, source.data_type
+            target.dims.extend(source.dims)
+            return
+    _make_placeholder(target, source.name, source.data_type, source.dims)
 
 
 def keeps_payload(tensor: onnx.TensorProto) -> bool:
     """Whether the skeleton has the tensor's data, so that what follows may depend on it."""
     return tensor.data_type == onnx.TensorProto.STRING or (
-        tensor.data_location != onnx.TensorProto.EXTERNAL
-        and math.prod(tensor.dims) <= KEPT_ELEMENTS
+        not is_external(tensor) and _is_small(tensor)
     )
+
+
+def _is_small(tensor: onnx.TensorProto) -> bool:
+    return math.prod(tensor.dims) <= KEPT_ELEMENTS
 
 
 def _make_placeholder(

@@ -16,23 +16,36 @@ import onnx
 from numpy.typing import NDArray
 
 from .domain import DOMAIN, imported_version, is_standard
+from .payload import is_external
 from .skeleton import subgraphs
 from .typed_graph import label
 
 Array = NDArray[Any]
 Body = onnx.GraphProto | onnx.FunctionProto
 
+_MAIN = "graph"
+"""Where the nodes of the main graph are."""
+
 _NUMBERS = {"value_float": np.float32, "value_int": np.int64}
 
 
 class Initializers(Protocol):
-    """Those of the main graph, by index; large ones may lack their payload."""
+    """Those of the main graph, by index, of which large ones may lack their payload; and the files
+    that tensors of all graphs may have theirs in.
+    """
 
     def complete(self, index: int) -> None:
         """Gives an initializer its payload."""
 
     def remove(self, indices: Collection[int]) -> None:
         """Deletes initializers."""
+
+    def external_data(self, tensor: onnx.TensorProto) -> bytes:
+        """The payload of a tensor, of any graph, that is in another file.
+
+        Raises:
+            UnreadableError: The file is not there, too short, or outside the model's folder.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +84,7 @@ class Tree:
         root: Body,
         where: str,
         imports: Iterable[onnx.OperatorSetIdProto],
-        initializers: Initializers | None,
+        initializers: Initializers,
     ) -> None:
         self.opset = imported_version(imports) or 0
         self._initializers = initializers
@@ -87,7 +100,7 @@ class Tree:
         constants = dict(outer)
         if isinstance(body, onnx.GraphProto):
             inputs = {value.name for value in body.input}
-            main = self._initializers is not None and where == "graph"
+            main = where == _MAIN
             for index, tensor in enumerate(body.initializer):
                 if tensor.name not in inputs:  # the caller of the model may override those
                     constants[tensor.name] = Constant(tensor, False, index if main else None)
@@ -102,17 +115,20 @@ class Tree:
                 inside = f"{where}/{node.op_type}[{node.name or f'#{index}'}].{name}"
                 yield from self._walk(graph, inside, constants)
 
-    def array(self, constant: Constant) -> Array | None:
-        """The values of a constant; None if they are in another file.
+    def array(self, constant: Constant) -> Array:
+        """The values of a constant.
 
         Raises:
             ValueError: The tensor is malformed.
+            UnreadableError: They are in another file, which cannot be read.
         """
-        if constant.index is not None and self._initializers is not None:
+        tensor = constant.tensor
+        if constant.index is not None:
             self._initializers.complete(constant.index)
-        if constant.tensor.data_location == onnx.TensorProto.EXTERNAL:
-            return None
-        return onnx.numpy_helper.to_array(constant.tensor)
+        if is_external(tensor):
+            data = self._initializers.external_data(tensor)
+            tensor = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
+        return onnx.numpy_helper.to_array(tensor)
 
     def new_name(self, wanted: str) -> str:
         """A name that nothing has yet: `wanted`, with underscores behind it where needed."""
@@ -120,30 +136,6 @@ class Tree:
             wanted += "_"
         self.names.add(wanted)
         return wanted
-
-    def add_constant(
-        self, place: Place, wanted: str, array: Array, before: onnx.NodeProto, *, as_node: bool
-    ) -> str:
-        """A new constant, which one node will read; returns its name.
-
-        Args:
-            place: Where it is read.
-            wanted: The name it should have.
-            array: Its values.
-            before: The node that reads it.
-            as_node: Make it a Constant node in front of `before`, as it must be in a function,
-                rather than an initializer.
-        """
-        name = self.new_name(wanted)
-        tensor = onnx.numpy_helper.from_array(array, name)
-        place.constants[name] = Constant(tensor, as_node)
-        self.readers[name] = 1
-        if isinstance(place.body, onnx.GraphProto) and not as_node:
-            place.body.initializer.append(tensor)
-        else:
-            constant = onnx.helper.make_node("Constant", [], [name], value=tensor)
-            place.body.node.insert(list(place.body.node).index(before), constant)
-        return name
 
     def remove_unread(self, released: Iterable[str]) -> None:
         """Removes those of the constants that nothing reads any more."""
@@ -157,7 +149,7 @@ class Tree:
             if not isinstance(body, onnx.GraphProto):
                 continue
             indices = [i for i, tensor in enumerate(body.initializer) if tensor.name in unread]
-            if self._initializers is not None and place.where == "graph":
+            if place.where == _MAIN:
                 self._initializers.remove(indices)
             else:
                 for index in reversed(indices):
@@ -168,11 +160,11 @@ class Tree:
 
 def forest(model: onnx.ModelProto, initializers: Initializers) -> list[Tree]:
     """The main graph and the functions of a model, but for those that are operators of ours."""
-    trees = [Tree(model.graph, "graph", model.opset_import, initializers)]
+    trees = [Tree(model.graph, _MAIN, model.opset_import, initializers)]
     for function in model.functions:
         if function.domain != DOMAIN:
             where = f"function {label(function)}"
-            trees.append(Tree(function, where, function.opset_import, None))
+            trees.append(Tree(function, where, function.opset_import, initializers))
     return trees
 
 

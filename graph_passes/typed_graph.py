@@ -23,7 +23,7 @@ from google.protobuf.message import Message  # type: ignore[import-untyped]
 from moonpoly_ort.errors import ModelError
 
 from .domain import DOMAIN, is_standard
-from .skeleton import size_name, skeleton, subgraphs
+from .skeleton import ExternalData, size_name, skeleton, subgraphs
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +71,19 @@ def _walk_nodes(
             yield from _walk_nodes(f"{where}/{node.op_type}[{label}].{attribute}", graph.node)
 
 
-def typed_views(model: onnx.ModelProto) -> Mapping[int, list[ir.Node]]:
+def typed_views(
+    model: onnx.ModelProto, external_data: ExternalData | None = None
+) -> Mapping[int, list[ir.Node]]:
     """The typed views of each node, by its number in the order of `walk`.
 
-    A node of a function that is never called has none.
+    A node of a function that is never called has none. `external_data`: as for `skeleton`.
 
     Raises:
         ModelError: The graph is not valid ONNX: a tensor with two producers, a cycle, recursion,
             a name that is not UTF-8.
     """
     with _errors_of_the_graph():
-        numbered = skeleton(model)
+        numbered = skeleton(model, external_data)
         _refuse_undecodable(numbered)
         for number, (_, _, node) in enumerate(walk(numbered)):
             node.metadata_props.add(key=_ORIGIN, value=str(number))

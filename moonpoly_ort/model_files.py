@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import mmap
 import os
 import secrets
@@ -21,7 +22,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 
 from .errors import ModelError, OutputError
 from .graph_passes.detached_weights import Weight, attach, detach
-from .graph_passes.payload import copy_message, tensors
+from .graph_passes.payload import UnreadableError, copy_message, is_external, tensors
 from .graph_passes.skeleton import keeps_payload
 
 PROTOBUF_LIMIT = 2**31 - 2**26
@@ -95,10 +96,44 @@ class Source:
                 if index not in indices
             }
 
+    def external_data(self, tensor: onnx.TensorProto) -> bytes:
+        """The payload of a tensor that is in another file.
+
+        Raises:
+            UnreadableError: The file is not there, too short, or outside the model's folder; or the
+                folder is not known.
+        """
+        what = f"{tensor.name!r}" if tensor.name else "a constant"
+        try:
+            location, offset, length = _place_of_data(tensor)
+            if self.folder is None:
+                raise UnreadableError(
+                    f"{what} has its data in {location!r}, and the model was not given as a path: "
+                    "pass base_dir"
+                )
+            elements = math.prod(tensor.dims)
+            itemsize = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+            length = length or elements * itemsize
+            with open(self.folder / location, "rb") as file:
+                file.seek(offset)
+                data = file.read(length)
+        except ModelError as error:
+            raise UnreadableError(str(error)) from error
+        except OSError as error:
+            raise UnreadableError(
+                f"{what} has its data in {location!r}, which cannot be read: {error.strerror}"
+            ) from error
+        if len(data) < length:
+            raise UnreadableError(
+                f"{what} has its data in {location!r}, which is truncated: {len(data)} of its "
+                f"{length} bytes are there"
+            )
+        return data
+
     @property
     def has_external_data(self) -> bool:
         """Whether some of the weights are in other files."""
-        return any(map(_is_external, tensors(self._light)))
+        return any(map(is_external, tensors(self._light)))
 
     def serialized(self) -> list[memoryview]:
         """The whole model in binary form, in pieces of which the large ones are not copies.
@@ -279,22 +314,9 @@ def _data_files(source: Source) -> dict[str, Path]:
     """The model's data files by location, each checked to be there and long enough."""
     needed: dict[str, int] = {}
     for tensor in tensors(source.light):
-        if not _is_external(tensor):
-            continue
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        location = entries.get("location", "")
-        try:
-            end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
-        except ValueError as error:
-            raise ModelError(
-                f"Tensor {tensor.name!r} has a malformed offset or length of external data: {error}"
-            ) from error
-        if not location or PurePath(location).is_absolute() or ".." in PurePath(location).parts:
-            raise ModelError(
-                f"Tensor {tensor.name!r} has its data in {location!r}; accepted are paths inside "
-                "the model's folder."
-            )
-        needed[location] = max(needed.get(location, 0), end)
+        if is_external(tensor):
+            location, offset, length = _place_of_data(tensor)
+            needed[location] = max(needed.get(location, 0), offset + length)
     if needed and source.folder is None:
         raise ModelError(
             f"The model has external data ({', '.join(sorted(needed))}) and was not given as a "
@@ -317,8 +339,26 @@ def _data_files(source: Source) -> dict[str, Path]:
     return files
 
 
-def _is_external(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_location == onnx.TensorProto.EXTERNAL
+def _place_of_data(tensor: onnx.TensorProto) -> tuple[str, int, int]:
+    """Where external data is: location, offset and length, 0 where the file's rest is meant.
+
+    Raises:
+        ModelError: It is malformed, or the location is outside of the model's folder.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    try:
+        offset, length = (int(entries.get(key, 0)) for key in ("offset", "length"))
+    except ValueError as error:
+        raise ModelError(
+            f"Tensor {tensor.name!r} has a malformed offset or length of external data: {error}"
+        ) from error
+    if not location or PurePath(location).is_absolute() or ".." in PurePath(location).parts:
+        raise ModelError(
+            f"Tensor {tensor.name!r} has its data in {location!r}; accepted are paths inside the "
+            "model's folder."
+        )
+    return location, offset, length
 
 
 def _refuse_target(target: Path, source: Source, data_files: dict[str, Path]) -> None:

@@ -45,8 +45,7 @@ class RewriteResult:
     Attributes:
         report: One entry per MatMul, Gemm, Conv and ConvTranspose node and per such node of ONNX
             Runtime's own, in the model's order: the main graph with its subgraphs, then the
-            functions. Behind them, where their rules apply, one per BatchNormalization of the
-            output of a convolution of ours, and per node that a fusing rule absorbed or nearly did.
+            functions. Behind them one per node that a fusing rule absorbed or nearly did.
         output: The file written, or None.
     """
 
@@ -120,8 +119,9 @@ def rewrite(
         ArgumentError: `optimize` is not accepted, or the type of the model is not known.
         MissingDependencyError, OptimizerError: The optimizer is not installed, or it failed, or
             what it made is not the same model.
-        ModelError: The model cannot be read, is not valid ONNX, lacks its external data (which is
-            looked for only when `output` is given), or uses `ai.moonpoly` for other things.
+        ModelError: The model cannot be read, is not valid ONNX, lacks its external data when
+            `output` is given (else, what needed it is a near miss), or uses `ai.moonpoly` for other
+            things.
         OutputError: `output` is the input, or cannot be written.
         ProblemError: A name in `rules` or `disable` is not that of a rule.
         TypeError: `model` is of another type.

@@ -52,6 +52,20 @@ def test_a_rule_switched_off_is_not_applied(block: Path) -> None:
     assert explained.after["Add"] == 1
 
 
+def test_a_folded_normalization_is_shown() -> None:
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[n, 3, h, w] x) => (y) <float[4, 3, 1, 1] k = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3},
+            float[4] s = {1, 2, 3, 4}, float[4] z = {0, 0, 0, 0}, float[4] v = {1, 1, 2, 2}>
+        { t = Conv (x, k)  u = BatchNormalization (t, s, z, z, v)  y = Relu (u) }"""
+    )
+    explained = explain_graph(model)
+    rules = ("conv", "batch_normalization", "activation")
+    absorbed = ("BatchNormalization u", "Relu y")
+    assert explained.fused == (FusedNode("y", "ConvRelu", rules, absorbed),)
+    assert not explain_graph(model, disable=["batch_normalization"]).fused
+
+
 def test_command(block: Path) -> None:
     words = ["explain", str(block), "--graph", *(w for rule in RULES for w in ("--rules", rule))]
     result = CliRunner().invoke(app, words)

@@ -15,6 +15,7 @@ from moonpoly_ort.graph_passes import pipeline
 from numpy.typing import NDArray
 
 import moonpoly_ort
+from moonpoly_ort.sizing import all_nodes
 from tests.corpus.comparing import Precision, require_close, require_same_bits, require_same_form
 from tests.corpus.interface import require_only_taken, standard_type
 from tests.corpus.references import outputs_of, plain_session
@@ -93,6 +94,20 @@ def check_idempotent(rewritten: Rewritten, folder: Path, **options: Any) -> None
     result = moonpoly_ort.rewrite(rewritten.after, again, **options)
     assert not [entry for entry in result.report if entry.taken]
     assert again.read_bytes() == rewritten.after.read_bytes()
+
+
+def check_fixed_point(path: Path) -> None:
+    """All rules find all there is in one rewrite, and the report names nodes that are there."""
+    first = moonpoly_ort.rewrite(path)
+    again = moonpoly_ort.rewrite(first.model, base_dir=first.base_dir)
+    assert not again.taken
+    assert again.model == first.model
+    outputs = {output for node in _nodes(first.model) for output in node.output}
+    assert outputs >= {entry.into for entry in first.taken if entry.into}
+
+
+def _nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    return [node for body in (model.graph, *model.functions) for node in all_nodes(body.node)]
 
 
 def check_without_library(rewritten: Rewritten, feeds: Feeds) -> None:

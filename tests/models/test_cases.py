@@ -69,6 +69,11 @@ def test_exactly_the_expected_nodes_are_taken(
         assert rewritten.after.read_bytes() == rewritten.before.read_bytes()
 
 
+@pytest.mark.parametrize("case", cases.ALL, ids=_id)
+def test_one_rewrite_is_enough(case: cases.Case, tmp_path: Path) -> None:
+    battery.check_fixed_point(case.save(tmp_path))
+
+
 @pytest.mark.parametrize("case", [c for c in cases.ALL if c.runs], ids=_id)
 def test_results_stay_the_same_bits(case: cases.Case, tmp_path: Path, folder: Path) -> None:
     rewritten = battery.rewrite_file(case.save(tmp_path), folder)

@@ -67,6 +67,7 @@ def test_every_product_is_taken(
     assert not rewritten.refused
     battery.check_valid(rewritten)
     battery.check_idempotent(rewritten, tmp_path)
+    battery.check_fixed_point(export.path())
 
 
 def test_results_stay_the_same_bits(export: exports.Export, rewritten: battery.Rewritten) -> None:

@@ -29,6 +29,7 @@ def test_dynamic_ones_are_taken(test: node_tests.NodeTest, tmp_path: Path) -> No
     assert rewritten.taken_types == {test.operator: 1}
     battery.check_valid(rewritten)
     battery.check_idempotent(rewritten, tmp_path)
+    battery.check_fixed_point(rewritten.before)
     battery.check_without_library(rewritten, [test.feed])
     battery.check_session(rewritten, [test.feed])
 

@@ -45,6 +45,7 @@ def test_the_expected_nodes_are_taken(
     assert (rewritten.taken_types, rewritten.refused) == EXPECTED[model.id]
     battery.check_valid(rewritten)
     battery.check_idempotent(rewritten, tmp_path)
+    battery.check_fixed_point(rewritten.before)
 
 
 def test_results_stay_the_same_bits(model: wheels.WheelModel, rewritten: battery.Rewritten) -> None:
