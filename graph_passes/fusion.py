@@ -23,6 +23,7 @@ from .operators import OPERATORS, Operator
 from .payload import UnreadableError
 from .report import Entry, Reason, Refusal
 from .stand_ins import CONTRIB
+from .symbolic_sizes import rename_sizes
 from .tree import Array, Constant, Place, Tree, reads_of
 from .typed_graph import Recorded, recorded_names
 
@@ -439,6 +440,7 @@ class _Graph:
 def fuse(
     trees: Sequence[Tree],
     values: Sequence[Mapping[str, list[ir.Value]]],
+    typed: Sequence[Sequence[ir.Node]],
     rules: Sequence[Fusion],
     model: onnx.ModelProto,
     body_opset: int,
@@ -448,6 +450,7 @@ def fuse(
     Args:
         trees: All graphs of the model.
         values: The typed values of each graph of `trees`, in order.
+        typed: The typed nodes of each graph that was inferred, as `TypedViews.by_graph`.
         rules: In the order in which they are tried.
         model: The model.
         body_opset: The version of ai.onnx that function bodies import.
@@ -471,14 +474,17 @@ def fuse(
     report: list[Entry] = []
     places = [(tree, place) for tree in trees for place in tree.places]
     graphs = [
-        (place.body, typed)
-        for (_, place), typed in zip(places, values, strict=True)
+        (place.body, known)
+        for (_, place), known in zip(places, values, strict=True)
         if isinstance(place.body, onnx.GraphProto) and place.where.startswith("graph")
     ]
     recorded = recorded_names(model, graphs)
+    # Only now: what a model records for a size is another name for it, and contradicts nothing.
+    for nodes in typed:
+        rename_sizes(nodes, [name for domain, name in own if not domain])
     recorded += [{}] * (len(places) - len(recorded))  # in functions, names differ from call to call
-    for (tree, place), typed, names in zip(places, values, recorded, strict=True):
-        report += _Graph(tree, place, typed, names, own).fuse(rules, refuse)
+    for (tree, place), known, names in zip(places, values, recorded, strict=True):
+        report += _Graph(tree, place, known, names, own).fuse(rules, refuse)
     return report
 
 

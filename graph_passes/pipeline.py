@@ -99,7 +99,8 @@ def apply(
     """
     nodes = list(walk(model))
     domain.refuse_foreign_use(model, (node for _, _, node in nodes))
-    views = typed_views(model, initializers.external_data)
+    typed = typed_views(model, initializers.external_data)
+    views = typed.by_number
     trained = bool(model.training_info)  # which names initializers
     fusions = [r for r in FUSIONS if r.name in enabled and not (trained and r.changes_weights)]
     values = values_of_graphs(model, views) if fusions else []
@@ -136,7 +137,7 @@ def apply(
             domain.import_into(holder.opset_import)
     if fusions and body_opset is not None and any(n.domain == domain.DOMAIN for _, _, n in nodes):
         trees = forest(model, initializers)
-        report += fuse(trees, values, fusions, model, body_opset)
+        report += fuse(trees, values, typed.by_graph, fusions, model, body_opset)
     if any(entry.taken for entry in report) and body_opset is not None:
         domain.declare(model, sorted(_used(model)), body_opset)
     return tuple(report)

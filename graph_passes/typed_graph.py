@@ -10,6 +10,7 @@ node of the main graph or of a subgraph has one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import graphlib
 import itertools
 import logging
@@ -71,12 +72,23 @@ def _walk_nodes(
             yield from _walk_nodes(f"{where}/{node.op_type}[{label}].{attribute}", graph.node)
 
 
-def typed_views(
-    model: onnx.ModelProto, external_data: ExternalData | None = None
-) -> Mapping[int, list[ir.Node]]:
-    """The typed views of each node, by its number in the order of `walk`.
+@dataclasses.dataclass(frozen=True)
+class TypedViews:
+    """The typed views of all nodes.
 
-    A node of a function that is never called has none. `external_data`: as for `skeleton`.
+    Attributes:
+        by_number: Those of each node, by its number in the order of `walk`. A node of a function
+            that is never called has none.
+        by_graph: The same for each graph that was inferred, the main one and one for each signature
+            of a function, with those of subgraphs; producers come first.
+    """
+
+    by_number: Mapping[int, list[ir.Node]]
+    by_graph: Sequence[Sequence[ir.Node]]
+
+
+def typed_views(model: onnx.ModelProto, external_data: ExternalData | None = None) -> TypedViews:
+    """Infers the types of all nodes. `external_data`: as for `skeleton`.
 
     Raises:
         ModelError: The graph is not valid ONNX: a tensor with two producers, a cycle, recursion,
@@ -92,7 +104,7 @@ def typed_views(
         ordered = _topologically_sorted(numbered)
         views = _Views(ordered, calls)
         views.visit(ordered)
-        return views.by_origin
+        return TypedViews(views.by_origin, views.by_graph)
 
 
 Values = Mapping[str, list[ir.Value]]
@@ -106,7 +118,7 @@ def values_of_graphs(
 
     Args:
         model: The model.
-        views: As `typed_views` returns them.
+        views: Those of each node, by its number.
 
     Returns:
         For the main graph and each function that is no operator of ours, graphs before those inside
@@ -211,13 +223,15 @@ class _Views:
 
     def __init__(self, model: onnx.ModelProto, calls: CallGraph) -> None:
         self.by_origin: dict[int, list[ir.Node]] = defaultdict(list)
+        self.by_graph: list[list[ir.Node]] = []
         self._functions = {_function_id(function): function for function in model.functions}
         self._calls = calls
         self._seen: set[tuple[object, ...]] = set()
 
     def visit(self, model: onnx.ModelProto) -> None:
-        graph = ir.from_proto(_infer(model)).graph
-        for node in graph.all_nodes():
+        nodes = list(ir.from_proto(_infer(model)).graph.all_nodes())
+        self.by_graph.append(nodes)
+        for node in nodes:
             origin = node.metadata_props.pop(_ORIGIN, None)
             if origin is not None:
                 self.by_origin[int(origin)].append(node)
@@ -263,7 +277,7 @@ class _Views:
             if type_ is None:
                 absent.add(name)
             else:
-                graph.input.add(name=name, type=type_)
+                _name_sizes(graph.input.add(name=name, type=type_))
         graph.node.extend(function.node)
         graph.value_info.extend(
             info for info in function.value_info if info.name not in function.input
@@ -314,6 +328,14 @@ def _anonymous_type(value: ir.Value) -> onnx.TypeProto:
         for dimension in type_.tensor_type.shape.dim:
             dimension.ClearField("dim_param")
     return type_
+
+
+def _name_sizes(info: onnx.ValueInfoProto) -> None:
+    """Names what has none, so that sizes of the values behind it can be told by it."""
+    if info.type.HasField("tensor_type"):
+        for axis, dimension in enumerate(info.type.tensor_type.shape.dim):
+            if not dimension.HasField("dim_value"):
+                dimension.dim_param = f"{info.name}.{axis}"
 
 
 def _topologically_sorted(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -84,6 +84,16 @@ def test_kernels_give_the_exact_values(export: exports.Export) -> None:
     battery.check_outputs(got, Float64Reference(path)(feed), plain, limit)
 
 
+@pytest.mark.parametrize("name", ["resnet50_op18", "mobilenet_op18"])
+def test_residual_blocks_need_no_recorded_shapes(name: str) -> None:
+    (export,) = [export for export in exports.ALL if export.id == name]
+    model = onnx.load(export.path())
+    del model.graph.value_info[:]
+    result = moonpoly_ort.rewrite(model, rules=battery.FUSING_RULES)
+    ours = [node for node in result.model.graph.node if node.domain == DOMAIN]
+    assert Counter(node.op_type for node in ours) == FUSED[name]
+
+
 def test_what_follows_a_product_is_fused_into_it(export: exports.Export, tmp_path: Path) -> None:
     path = tmp_path / "fused.onnx"
     result = moonpoly_ort.rewrite(export.path(), path, rules=battery.FUSING_RULES)
