@@ -80,7 +80,7 @@ class _Expression:
                 if len(node.output) != 1 or node.output[0] in self._terms:
                     continue
                 operands = [self._operand(name) for name in node.input]
-                found = evaluate(self._product, node, operands)
+                found = evaluate(self._product, node, operands, self._atoms)
                 if found is None:
                     continue
                 name = node.output[0]

@@ -14,8 +14,14 @@ from .operators import Operator
 from .report import Reason, Refusal
 from .tree import Array
 
-_WITH_BIAS = {"MatMul": "MatMulBias", "Gemm": "Gemm", "ConvNoBias": "Conv"}
-_WITH_BIAS["ConvTransposeNoBias"] = "ConvTranspose"
+_WITH_BIAS = {
+    "MatMul": "MatMulBias",
+    "ScaledMatMul": "ScaledMatMulBias",
+    "Gemm": "Gemm",
+    "ConvNoBias": "Conv",
+    "ConvTransposeNoBias": "ConvTranspose",
+}
+_WITH_BETA = ("Gemm", "ScaledMatMul")
 _BIASED_GELUS = {"BiasGelu": "Gelu", "FastGelu": "FastGelu"}
 
 
@@ -62,7 +68,7 @@ class BiasFusion(Fusion):
             constants=(
                 {} if isinstance(found, bool) else {index: NewConstant(f"{addend}/vector", found)}
             ),
-            attributes={"beta": 1.0} if operator.base == "Gemm" else {},
+            attributes={"beta": 1.0} if operator.base in _WITH_BETA else {},
             # A node that does more than to add stays behind the product, without its bias.
             absorbed=[] if is_gelu else [node],
             changes=[(node, _without_bias(node))] if is_gelu else [],

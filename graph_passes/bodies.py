@@ -25,9 +25,12 @@ def nodes(operator: Operator, opset: int) -> list[onnx.NodeProto]:
     base = BASES[operator.base]
     *operands, vector = base.inputs if base.has_vector else (*base.inputs, "")
     product = onnx.helper.make_node(base.standard, operands, [])
-    for name, kind in base.attributes.items():
+    for name, kind in () if base.scaled else base.attributes.items():
         product.attribute.add(name=name, ref_attr_name=name, type=kind)
     value = body.append(product)
+    if base.scaled:
+        value = body.add("Mul", value, body.parameter(value, "alpha"))
+        vector = vector and body.add("Mul", vector, body.parameter(vector, "beta"))
     if vector:
         value = body.add("Add", value, vector)
     if operator.residual is Residual.BEFORE:

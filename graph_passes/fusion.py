@@ -235,10 +235,16 @@ class Product:
         Raises:
             UnreadableError: As `constant`.
         """
+        return self.number(value, self.least_rank())
+
+    def number(self, value: str, rank: int) -> float | None:
+        """The number that a constant of one element and of a rank up to `rank` holds.
+
+        Raises:
+            UnreadableError: As `constant`.
+        """
         found = self._graph.place.constants.get(value)
-        if found is None or _elements(found.tensor.dims) != 1:
-            return None
-        if len(found.tensor.dims) > self.least_rank():
+        if found is None or _elements(found.tensor.dims) != 1 or len(found.tensor.dims) > rank:
             return None
         array = self.constant(value)
         return None if array is None else float(array.reshape(()))
@@ -258,7 +264,7 @@ class _Graph:
         self.tree = tree
         self.recorded = recorded
         self.place = place
-        self.values = values
+        self.values = dict(values)
         self.own_functions = own_functions
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         self.reads = Counter(reads_of(place.body))
@@ -368,6 +374,8 @@ class _Graph:
             replaced = constants.get(inputs[index])
             as_node = others if replaced is None else replaced.is_node
             inputs[index] = self._new_constant(constant, last, as_node=as_node)
+            views = len(self.values.get(old.output[0], ()))
+            self.values[inputs[index]] = [_typed(constant.array)] * views
         while inputs and not inputs[-1]:
             inputs.pop()
         fused = onnx.NodeProto()
@@ -506,6 +514,11 @@ def same_size(one: object, other: object) -> bool:
 
 def _reported(found: Fused) -> onnx.NodeProto:
     return found.concerns if found.concerns is not None else found.absorbed[-1]
+
+
+def _typed(array: Array) -> ir.Value:
+    value = ir.tensor(array)
+    return ir.Value(shape=value.shape, type=ir.TensorType(value.dtype))
 
 
 def _stamp(node: onnx.NodeProto, rule: str) -> None:

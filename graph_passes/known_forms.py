@@ -33,7 +33,10 @@ class Form:
 
 
 def evaluate(
-    product: Product, node: onnx.NodeProto, operands: Sequence[Terms | None]
+    product: Product,
+    node: onnx.NodeProto,
+    operands: Sequence[Terms | None],
+    atoms: Mapping[str, Atom],
 ) -> Terms | Atom | None:
     """What a node computes.
 
@@ -41,6 +44,7 @@ def evaluate(
         product: What the node may follow.
         node: A node.
         operands: What its inputs are; None where that is not known.
+        atoms: The variables in them but for x.
 
     Returns:
         A polynomial, or a function that is a variable of its own; None where the node is none of
@@ -54,12 +58,13 @@ def evaluate(
     if not product.is_standard(node):
         return None
     if node.op_type == "Clip":
-        return _clip(node, operands, attributes, product.opset)
+        return _joined(_clip(node, operands, attributes, product.opset), atoms)
     if not operands or None in operands:
         return None
     known = [terms for terms in operands if terms is not None]
     if len(known) == 2:
-        return _arithmetic(node.op_type, *known)
+        limited = _limited(node.op_type, *known)
+        return _joined(limited, atoms) if limited else _arithmetic(node.op_type, *known)
     return _function(node.op_type, known[0], attributes) if len(known) == 1 else None
 
 
@@ -77,6 +82,35 @@ def _arithmetic(op_type: str, one: Terms, other: Terms) -> Terms | None:
         square = multiply(one, one)
         return square if number == 2.0 or square is None else multiply(square, one)
     return None
+
+
+def _limited(op_type: str, one: Terms, other: Terms) -> Atom | None:
+    """Max and Min with a number are a Clip of one bound, PRelu with one is a LeakyRelu."""
+    number = value_of(other)
+    if op_type == "PRelu":
+        return None if number is None else Atom("LeakyRelu", one, (number,))
+    if op_type not in ("Max", "Min"):
+        return None
+    if number is None:
+        one, number = other, value_of(one)
+    if number is None:
+        return None
+    return Atom("Clip", one, (number, math.inf) if op_type == "Max" else (-math.inf, number))
+
+
+def _joined(clip: Atom | None, atoms: Mapping[str, Atom]) -> Atom | None:
+    """A Clip of a Clip or Relu as one Clip, where its bounds say the same."""
+    if clip is None or clip.function != "Clip" or len(clip.argument) != 1:
+        return clip
+    ((names, factor),) = clip.argument.items()
+    inner = atoms.get(names[0]) if len(names) == 1 and factor == 1.0 else None
+    if inner is None or inner.function not in ("Clip", "Relu"):
+        return clip
+    low, high = inner.parameters or (0.0, math.inf)
+    lowest, highest = clip.parameters
+    if max(low, lowest) > min(high, highest):
+        return clip
+    return Atom("Clip", inner.argument, (max(low, lowest), min(high, highest)))
 
 
 def _function(op_type: str, x: Terms, attributes: Mapping[str, object]) -> Terms | Atom | None:
@@ -167,16 +201,30 @@ def recognize(terms: Terms, atoms: Mapping[str, Atom], *, exact: bool) -> Form |
         return Form("HardSwish") if times_x else Form("HardSigmoid", (1 / 6, 0.5))
     if not is_one:
         return None
+    hard = _hard_sigmoid(atom)
     if not times_x:
-        of_x = atom.argument == variable()
-        return Form(atom.function, atom.parameters) if of_x and atom.function != "Erf" else None
-    if atom.function == "HardSigmoid" and atom.argument == variable():
-        alpha, beta = atom.parameters
-        swish = math.isclose(alpha, 1 / 6, rel_tol=tolerance) and beta == 0.5
+        if atom.argument != variable() or atom.function == "Erf":
+            return hard
+        if atom.function == "Clip" and atom.parameters == (0.0, math.inf):
+            return Form("Relu")
+        return Form(atom.function, atom.parameters)
+    if hard is not None:
+        alpha, beta = hard.parameters
+        swish = all(math.isclose(*p, rel_tol=tolerance) for p in ((alpha, 1 / 6), (beta, 0.5)))
         return Form("HardSwish") if swish else None
     if atom.function == "Sigmoid" and set(atom.argument) == {(X,)}:
         alpha = atom.argument[X,]
         return Form("Silu") if alpha == 1.0 else Form("QuickGelu", (alpha,))
+    return None
+
+
+def _hard_sigmoid(atom: Atom) -> Form | None:
+    """As a node, or as Clip(alpha * x + beta, 0, 1)."""
+    if atom.function == "HardSigmoid" and atom.argument == variable():
+        return Form("HardSigmoid", atom.parameters)
+    linear = atom.argument.keys() <= {(X,), ()} and (X,) in atom.argument
+    if atom.function == "Clip" and atom.parameters == (0.0, 1.0) and linear:
+        return Form("HardSigmoid", (atom.argument[X,], atom.argument.get((), 0.0)))
     return None
 
 

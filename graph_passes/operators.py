@@ -23,6 +23,10 @@ ALPHA, BETA = "activation_alpha", "activation_beta"
 """Attributes of the activations that have parameters; always spelled out."""
 
 
+_CAST_LIKE = 15
+"""The version of ai.onnx that brought CastLike."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Activation:
     """An activation of an epilogue.
@@ -44,14 +48,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
     for activation in (
         Activation("Relu"),
         Activation("LeakyRelu", (ALPHA,)),
-        Activation("Clip", (ALPHA, BETA), 15),
+        Activation("Clip", (ALPHA, BETA), _CAST_LIKE),
         Activation("Sigmoid"),
         Activation("Tanh"),
         Activation("HardSigmoid", (ALPHA, BETA)),
         Activation("HardSwish"),
-        Activation("Gelu", (), 15),
-        Activation("GeluTanh", (), 15),
-        Activation("QuickGelu", (ALPHA,), 15),
+        Activation("Gelu", (), _CAST_LIKE),
+        Activation("GeluTanh", (), _CAST_LIKE),
+        Activation("QuickGelu", (ALPHA,), _CAST_LIKE),
         Activation("Silu"),
     )
 }
@@ -75,19 +79,23 @@ class Base:
         inputs: Of the operator, R left out.
         attributes: Of the operator, those of the activation left out.
         has_vector: Whether the last input is a vector that the body adds, as for MatMulBias.
+        scaled: Whether the body multiplies the product with the attribute alpha, and the vector
+            with beta.
     """
 
     standard: str
     inputs: tuple[str, ...]
     attributes: _Attributes
     has_vector: bool = False
+    scaled: bool = False
 
 
+_SCALED: _Attributes = {"alpha": _KIND.FLOAT}
+_SCALED_BIAS: _Attributes = {**_SCALED, "beta": _KIND.FLOAT}
 _GEMM: _Attributes = {
     "transA": _KIND.INT,
     "transB": _KIND.INT,
-    "alpha": _KIND.FLOAT,
-    "beta": _KIND.FLOAT,
+    **_SCALED_BIAS,
 }
 _CONV: _Attributes = {
     "auto_pad": _KIND.STRING,
@@ -105,6 +113,8 @@ _CONV_TRANSPOSE = {**_CONV, "output_padding": _KIND.INTS, "output_shape": _KIND.
 BASES: Mapping[str, Base] = {
     "MatMul": Base("MatMul", ("A", "B"), {}),
     "MatMulBias": Base("MatMul", ("A", "B", "bias"), {}, has_vector=True),
+    "ScaledMatMul": Base("MatMul", ("A", "B"), _SCALED, scaled=True),
+    "ScaledMatMulBias": Base("MatMul", ("A", "B", "bias"), _SCALED_BIAS, True, scaled=True),
     "Gemm": Base("Gemm", ("A", "B", "C"), _GEMM),
     "Conv": Base("Conv", ("X", "W", "B"), _CONV),
     "ConvNoBias": Base("Conv", ("X", "W"), _CONV),
@@ -150,7 +160,10 @@ class Operator:
     @property
     def min_opset(self) -> int:
         """The first ai.onnx version in which its body can be said."""
-        return ACTIVATIONS[self.activation].min_opset if self.activation else 7
+        needs = [_CAST_LIKE] if BASES[self.base].scaled else [7]
+        if self.activation:
+            needs.append(ACTIVATIONS[self.activation].min_opset)
+        return max(needs)
 
 
 def _operators() -> Iterator[Operator]:

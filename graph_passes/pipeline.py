@@ -24,6 +24,7 @@ from .operators import OPERATORS
 from .report import Entry, Reason, Refusal
 from .residual import ResidualFusion
 from .rule import Rule, Scope
+from .scale import ScaleFusion
 from .stand_ins import CONTRIB
 from .transpose import TransposeFusion
 from .tree import Initializers, forest
@@ -46,9 +47,11 @@ FUSIONS: tuple[Fusion, ...] = (
     BatchNormalizationFusion(),
     TransposeFusion(),
     FlattenFusion(),
+    # Written out, it may begin with x + 3 or x * 0.2, which could pass for a bias or a scale.
+    ActivationFusion(),
     BiasFusion(),
     ResidualFusion(),
-    ActivationFusion(),
+    ScaleFusion(),
 )
 
 _NAMES = (*(rule.name for rule in RULES), *(fusion.name for fusion in FUSIONS))

@@ -22,7 +22,7 @@ class TransposeFusion(Fusion):
 
     def match(self, product: Product) -> Fused | NearMiss | None:
         operator = product.operator
-        if operator.standard not in ("MatMul", "Gemm") or operator.base == "MatMulBias":
+        if operator.base not in ("MatMul", "ScaledMatMul", "Gemm"):
             return None
         if operator.standard == "MatMul" and not operator.is_base:
             return None
@@ -42,7 +42,9 @@ class TransposeFusion(Fusion):
             attributes: dict[str, float | int] = {flag: 1}
             if operator.standard == "MatMul":
                 operator = Operator("Gemm")
-                attributes = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0, flag: 1}
+                alpha = product.attribute("alpha")
+                factor = 1.0 if alpha is None else alpha.f
+                attributes = {"transA": 0, "transB": 0, "alpha": factor, "beta": 1.0, flag: 1}
             else:
                 old = product.attribute(flag)
                 attributes[flag] = 0 if old is not None and old.i else 1
@@ -64,7 +66,7 @@ def _refuse(product: Product, transpose: onnx.NodeProto) -> Refusal | None:
     for attribute in transpose.attribute:
         if attribute.name == "perm" and list(attribute.ints) != [1, 0]:
             return Refusal(Reason.FORM_UNKNOWN, "its perm is not that of a transposed matrix")
-    for flag in _FLAGS:
+    for flag in (*_FLAGS, "alpha"):
         attribute = product.attribute(flag)
         if attribute is not None and attribute.ref_attr_name:
             return Refusal(Reason.UNBOUND_ATTRIBUTE, f"{flag} differs from call to call")

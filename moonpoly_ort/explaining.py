@@ -233,6 +233,8 @@ def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
                 node.attribute.remove(extra)
             copy = onnx.NodeProto()
             copy.CopyFrom(node)
+            if base.scaled:
+                del node.attribute[:]
             mark(node, len(originals))
             node.domain, node.op_type = "", operator.standard
             originals.append(copy)
@@ -262,6 +264,7 @@ def _plan(
     try:
         if base.op == "MatMul":
             problem, launches = native.matmul_problem(a, b, *arithmetic)
+            problem.alpha = attributes.get("alpha", 1.0)
         else:
             launches = 1
             problem = native.gemm_problem(
@@ -274,7 +277,7 @@ def _plan(
                 alpha=attributes.get("alpha", 1.0),
                 beta=attributes.get("beta", 1.0),
             )
-        _add_epilogue(problem, OPERATORS[node.op_type], columns=b[-1])
+        _add_epilogue(problem, OPERATORS[node.op_type], b[-1], attributes.get("beta", 1.0))
         plan = pack.plan(device, problem)
         repacked = False
         # As a session does: a constant matrix, unless the product was turned round.
@@ -291,10 +294,10 @@ def _plan(
     return _explained(at_once, extents, plan, pack, device), plan.measured
 
 
-def _add_epilogue(problem: native.Problem, operator: Operator, columns: int) -> None:
+def _add_epilogue(problem: native.Problem, operator: Operator, columns: int, beta: float) -> None:
     """What follows the product counts in its plan: R is read, and cuBLASLt does neither."""
     if BASES[operator.base].has_vector:
-        problem.bias, problem.beta = native.Bias.VECTOR, 1.0
+        problem.bias, problem.beta = native.Bias.VECTOR, beta
         problem.bias_stride_n = columns > 1
     # By their names: LeakyRelu is LEAKY_RELU.
     codes = {code.name.replace("_", ""): code for code in native.Activation}

@@ -128,11 +128,10 @@ inline void set_common_slots(NodeOp* op) {
   op->GetInputTypeCount = [](const OrtCustomOp* op) {
     return static_cast<size_t>(static_cast<const NodeOp*>(op)->structure->inputs());
   };
-  // A third input that adds a bias may be missing, but for MatMulBias, where it gives the name.
+  // A third input that adds a bias may be missing where it does not give the name.
   op->GetInputCharacteristic = [](const OrtCustomOp* op, size_t index) {
     const OpStructure& structure = *static_cast<const NodeOp*>(op)->structure;
-    const bool optional =
-        index == 2 && structure.has_bias() && structure.base != OpBase::kMatMulBias;
+    const bool optional = index == 2 && structure.has_bias() && !structure.needs_bias();
     return optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op->GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return INPUT_OUTPUT_REQUIRED; };

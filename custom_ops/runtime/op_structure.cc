@@ -45,6 +45,8 @@ std::vector<OpStructure> all_structures() {
     const char* name;
   } kBases[] = {{OpBase::kMatMul, "MatMul"},
                 {OpBase::kMatMulBias, "MatMulBias"},
+                {OpBase::kScaledMatMul, "ScaledMatMul"},
+                {OpBase::kScaledMatMulBias, "ScaledMatMulBias"},
                 {OpBase::kGemm, "Gemm"},
                 {OpBase::kConv, "Conv"},
                 {OpBase::kConvNoBias, "ConvNoBias"},
@@ -72,6 +74,7 @@ std::vector<OpStructure> all_structures() {
 int OpStructure::base_inputs() const {
   switch (base) {
     case OpBase::kMatMul:
+    case OpBase::kScaledMatMul:
     case OpBase::kConvNoBias:
     case OpBase::kConvTransposeNoBias:
       return 2;

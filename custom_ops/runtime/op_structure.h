@@ -15,7 +15,9 @@ namespace moonpoly {
 
 enum class OpBase {
   kMatMul,
-  kMatMulBias,  // a third input of one value for each column
+  kMatMulBias,        // a third input of one value for each column
+  kScaledMatMul,      // times alpha
+  kScaledMatMulBias,  // and the third input times beta
   kGemm,
   kConv,
   kConvNoBias,  // a third input is not even optional
@@ -31,6 +33,15 @@ struct OpStructure {
   bool convolves() const { return base >= OpBase::kConv; }
   bool transposed() const { return base >= OpBase::kConvTranspose; }
   bool has_bias() const { return base_inputs() == 3; }
+  // Whether the third input is the vector that the name promises.
+  bool needs_bias() const {
+    return base == OpBase::kMatMulBias || base == OpBase::kScaledMatMulBias;
+  }
+  // Whether attributes alpha and beta scale the product and the third input.
+  bool scales() const {
+    return base == OpBase::kGemm || base == OpBase::kScaledMatMul ||
+           base == OpBase::kScaledMatMulBias;
+  }
   // How many inputs come before R, which is the last.
   int base_inputs() const;
   int inputs() const { return base_inputs() + (residual != MP_RESIDUAL_NONE); }

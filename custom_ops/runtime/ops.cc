@@ -43,6 +43,8 @@ class Kernel {
     if (structure_.base == OpBase::kGemm) {
       gemm_.trans_a = ort_.attribute(info, "transA", int64_t{0}) != 0;
       gemm_.trans_b = ort_.attribute(info, "transB", int64_t{0}) != 0;
+    }
+    if (structure_.scales()) {
       gemm_.alpha = ort_.attribute(info, "alpha", 1.0f);
       gemm_.beta = ort_.attribute(info, "beta", 1.0f);
     }
@@ -61,7 +63,8 @@ class Kernel {
       gemm_product(a.shape, b.shape, has_c ? &c.shape : nullptr, gemm_, element_, &product);
     } else {
       matmul_product(a.shape, b.shape, element_, &product);
-      if (has_c) add_column_bias(c.shape, b.shape, &product);
+      if (has_c) add_column_bias(c.shape, b.shape, gemm_.beta, &product);
+      product.problem.alpha = gemm_.alpha;
     }
     epilogue_.fill(&product.problem);
     const void* residual = read_residual(ort_, context, structure_, product.output);

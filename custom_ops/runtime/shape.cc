@@ -239,7 +239,7 @@ void add_vector_bias(Product* product, bool along_m) {
   p.bias_stride_n = !p.bias_stride_m;
 }
 
-void add_column_bias(const Shape& bias, const Shape& b, Product* product) {
+void add_column_bias(const Shape& bias, const Shape& b, float beta, Product* product) {
   if (b.rank < 2) {
     fail(MP_INVALID, "MatMulBias takes B of rank 2 and more, got ", b.text(),
          ": its output has no columns to add a bias to");
@@ -250,6 +250,7 @@ void add_column_bias(const Shape& bias, const Shape& b, Product* product) {
          "], the columns of B ", b.text());
   }
   add_vector_bias(product, false);
+  product->problem.beta = beta;
 }
 
 void check_residual(const std::string& name, const Shape& residual, const Shape& output) {
@@ -258,7 +259,10 @@ void check_residual(const std::string& name, const Shape& residual, const Shape&
     return;
   }
   fail(MP_INVALID, name, ": the last input ", residual.text(), " must have the output's shape ",
-       output.text(), "; it does not broadcast");
+       output.text(),
+       "; it does not broadcast. If the node comes from moonpoly_ort.rewrite, the "
+       "model records a wrong shape for one of the two: rewrite it with disable=[\"residual\"] "
+       "(--disable residual), or without its value_info, which holds the records");
 }
 
 void set_alignment(Product* product, const void* a, const void* b, const void* y,

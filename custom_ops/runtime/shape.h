@@ -57,11 +57,12 @@ void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttr
 // swapped.
 void add_vector_bias(Product* product, bool along_m);
 
-// MatMulBias: `bias` must have one dimension, the columns of B. Throws Error(MP_INVALID) naming the
-// shapes.
-void add_column_bias(const Shape& bias, const Shape& b, Product* product);
+// MatMulBias: `bias`, which is added `beta` times, must have one dimension, the columns of B.
+// Throws Error(MP_INVALID) naming the shapes.
+void add_column_bias(const Shape& bias, const Shape& b, float beta, Product* product);
 
-// R of the op `name` must have the output's shape. Throws Error(MP_INVALID) naming both.
+// R of the op `name` must have the output's shape. Throws Error(MP_INVALID) naming both, and
+// what to do about it.
 void check_residual(const std::string& name, const Shape& residual, const Shape& output);
 
 // Fills align_*: what base address, row length and pitch, batch and loop strides all have in

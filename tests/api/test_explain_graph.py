@@ -84,3 +84,19 @@ def test_plans_of_a_fused_model_are_those_of_its_products(block: Path, tmp_path:
     plans = [explain(path, {"n": 5}, gpu="H200") for path in (block, tmp_path / "fused.onnx")]
     assert plans[0] == plans[1]
     assert [(plan.m, plan.n, plan.k) for plan in plans[1]] == [(5, 8, 8), (5, 4, 8)]
+
+
+def test_plans_of_a_scaled_product_are_those_of_the_product(tmp_path: Path) -> None:
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 18]>
+        g (float[n, 8] x, float[8, 4] v, float[4] b) => (y) <float s = {0.25}>
+        { t = MatMul (x, v)  u = Add (t, b)  y = Mul (u, s) }"""
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    fused = moonpoly_ort.rewrite(model, tmp_path / "fused.onnx")
+    assert [node.op_type for node in fused.model.graph.node] == ["ScaledMatMulBias"]
+    plans = [
+        explain(tmp_path / name, {"n": 5}, gpu="H200") for name in ("model.onnx", "fused.onnx")
+    ]
+    assert plans[0] == plans[1]
+    assert [(plan.m, plan.n, plan.k) for plan in plans[1]] == [(5, 4, 8)]

@@ -87,6 +87,7 @@ FUSED = {
     "mm_add_rank3": ["MatMulBias"],
     "mm_add_second": ["MatMulBias"],
     "gemm_id_transpose": ["MatMulBias"],
+    "mm_scale_add_gelu": ["ScaledMatMulBiasGelu"],
     "names_dup": ["MatMul", "MatMulRelu"],
     "unsorted": ["MatMulBias"],
     "fp16_mixed": ["MatMulBias"],

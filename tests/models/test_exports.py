@@ -27,22 +27,24 @@ TAKEN: Mapping[str, Mapping[str, int]] = {
     "gpt2_op22": {"MatMul": 5, "Gemm": 8},
 }
 
+_BERT = {
+    "MatMul": 2, "ScaledMatMul": 2, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2,
+    "GemmTanh": 1,
+}  # fmt: skip
+
 FUSED: Mapping[str, Mapping[str, int]] = {
-    "bert_op18": {
-        "MatMul": 4, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2, "GemmTanh": 1,
-    },
-    "bert_op20_f16": {
-        "MatMul": 4, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2, "GemmTanh": 1,
-    },
-    "vit_op18": {
-        "MatMul": 4, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2, "GemmTanh": 1,
-        "ConvNoBias": 1,
-    },
+    "bert_op18": _BERT,
+    "bert_op20_f16": _BERT,
+    "vit_op18": {**_BERT, "ConvNoBias": 1},
     "resnet50_op18": {"ConvNoBiasRelu": 33, "ConvNoBiasAddRelu": 16, "ConvNoBias": 4},
     "mobilenet_op18": {"ConvNoBiasClip": 35, "ConvNoBiasAdd": 10, "ConvNoBias": 7},
-    "llama_op21": {"MatMul": 11, "MatMulAdd": 4, "MatMulSilu": 2, "MatMulMul": 2},
+    "llama_op21": {
+        "MatMul": 9, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulSilu": 2, "MatMulMul": 2,
+    },
     "llama_op23": {"MatMul": 7, "MatMulAdd": 4, "MatMulSilu": 2, "MatMulMul": 2},
-    "gpt2_op22": {"MatMul": 7, "MatMulGeluTanh": 2, "MatMulAdd": 2, "Gemm": 2},
+    "gpt2_op22": {
+        "MatMul": 5, "ScaledMatMul": 2, "MatMulGeluTanh": 2, "MatMulAdd": 2, "Gemm": 2,
+    },
 }  # fmt: skip
 """The operators of the nodes that the fusing rules make. A new GPT-2 has biases of 0, left out."""
 

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import onnx
 import pytest
+from activation_forms import FORMS
 from equivalence import check_fused, parse, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,47 +17,6 @@ from moonpoly_ort.rewriting import RewriteResult
 FEEDS = {"a": 2 * random(2, 3, 4), "b": random(4, 5)}
 CONTRIB = ', "com.microsoft" : 1'
 
-# Each form in terms of x, with the numbers that are written in it as tensors of rank 0.
-FORMS = {
-    # torch.onnx, both exporters; Hugging Face's own GELU; tf2onnx
-    "Gelu": [
-        "d = Div (x, 1.41421356)  e = Erf (d)  f = Add (e, 1.0)  g = Mul (x, f)  y = Mul (g, 0.5)",
-        "d = Div (x, 1.41421356)  e = Erf (d)  f = Add (e, 1.0)  g = Mul (0.5, f)  y = Mul (x, g)",
-        "h = Mul (x, 0.5)  d = Mul (x, 0.70710678)  e = Erf (d)  f = Add (1.0, e)  y = Mul (h, f)",
-        "d = Mul (0.70710678, x)  e = Erf (d)  f = Add (e, 1.0)  g = Mul (f, 0.5)  y = Mul (g, x)",
-    ],
-    "GeluTanh": [
-        """c = Pow (x, 3.0)  m = Mul (0.044715, c)  s = Add (x, m)  i = Mul (0.79788456, s)
-           t = Tanh (i)  o = Add (1.0, t)  h = Mul (0.5, x)  y = Mul (h, o)""",
-        """q = Mul (x, x)  c = Mul (q, x)  m = Mul (c, 0.044715)  s = Add (m, x)
-           i = Mul (s, 0.79788456)  t = Tanh (i)  o = Add (t, 1.0)  p = Mul (x, o)
-           y = Mul (p, 0.5)""",
-        """q = Pow (x, 2.0)  m = Mul (q, 0.044715)  s = Add (m, 1.0)  k = Mul (x, 0.79788456)
-           i = Mul (k, s)  t = Tanh (i)  o = Add (t, 1.0)  h = Mul (x, 0.5)  y = Mul (h, o)""",
-    ],
-    "QuickGelu": ["m = Mul (x, 1.702)  s = Sigmoid (m)  y = Mul (x, s)"],
-    "Silu": ["s = Sigmoid (x)  y = Mul (x, s)", "s = Sigmoid (x)  y = Mul (s, x)"],
-    "HardSwish": [
-        "s = HardSigmoid <alpha = 0.16666667, beta = 0.5> (x)  y = Mul (x, s)",
-        "p = Add (x, 3.0)  c = Clip (p, 0.0, 6.0)  m = Mul (x, c)  y = Div (m, 6.0)",
-        "p = Add (3.0, x)  c = Clip (p, 0.0, 6.0)  d = Div (c, 6.0)  y = Mul (d, x)",
-        "y = HardSwish (x)",
-    ],
-    "HardSigmoid": [
-        "y = HardSigmoid <alpha = 0.3> (x)",
-        "p = Add (x, 3.0)  c = Clip (p, 0.0, 6.0)  y = Div (c, 6.0)",
-    ],
-    "Relu": ["y = Relu (x)"],
-    "LeakyRelu": ["y = LeakyRelu <alpha = 0.3> (x)", "y = LeakyRelu (x)"],
-    "Clip": [
-        "y = Clip (x, 0.0, 6.0)",
-        'y = Clip (x, "", 1.5)',
-        "y = Clip (x, -0.5)",
-        "y = Clip (x)",
-    ],
-    "Sigmoid": ["y = Sigmoid (x)"],
-    "Tanh": ["y = Tanh (x)"],
-}
 ALL_FORMS = [(name, form) for name, forms in FORMS.items() for form in forms]
 
 

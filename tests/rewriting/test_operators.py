@@ -61,6 +61,8 @@ def operands(operator: Operator) -> dict[str, Array]:
 
 def product(operator: Operator, given: dict[str, Array]) -> Array:
     wide = {name: array.astype(np.float64) for name, array in given.items()}
+    if BASES[operator.base].scaled:
+        return 0.5 * wide["A"] @ wide["B"] + 2.0 * wide.get("bias", 0)
     if operator.standard == "MatMul":
         return wide["A"] @ wide["B"] + wide.get("bias", 0)
     if operator.standard == "Gemm":
@@ -87,8 +89,8 @@ def model_of(
     operator: Operator, opset: int, dtype: int = onnx.TensorProto.FLOAT
 ) -> onnx.ModelProto:
     attributes = {name: PARAMETERS[name] for name in operator.attributes if name in PARAMETERS}
-    if operator.standard == "Gemm":
-        attributes |= {"alpha": 0.5, "beta": 2.0, "transA": 0, "transB": 0}
+    numbers = {"alpha": 0.5, "beta": 2.0, "transA": 0, "transB": 0}
+    attributes |= {name: value for name, value in numbers.items() if name in operator.attributes}
     node = onnx.helper.make_node(
         operator.name, operator.inputs, ["Y"], domain=domain.DOMAIN, **attributes
     )
@@ -118,8 +120,9 @@ def test_body_computes_what_the_name_says(operator: Operator) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("opset", [15, 20])
-def test_bodies_fit_half_precision(activation: str, opset: int) -> None:
-    operator = Operator("MatMulBias", activation, Residual.BEFORE)
+@pytest.mark.parametrize("base", ["MatMulBias", "ScaledMatMulBias"])
+def test_bodies_fit_half_precision(activation: str, opset: int, base: str) -> None:
+    operator = Operator(base, activation, Residual.BEFORE)
     given = {name: array.astype(np.float16) for name, array in operands(operator).items()}
     model = model_of(operator, opset, onnx.TensorProto.FLOAT16)
     onnx.checker.check_model(model, full_check=True)

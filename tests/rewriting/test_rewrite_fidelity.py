@@ -231,13 +231,14 @@ def test_list_of_rules() -> None:
         ("batch_normalization", "BatchNormalization"),
         ("transpose", "Transpose"),
         ("flatten", "Reshape"),
-        ("bias", "Add"),
-        ("residual", "Add, Mul"),
         (
             "activation",
             "Relu, LeakyRelu, Clip, Sigmoid, Tanh, HardSigmoid, HardSwish, Gelu, GeluTanh, "
             "QuickGelu, Silu",
         ),
+        ("bias", "Add"),
+        ("residual", "Add, Mul"),
+        ("scale", "Mul, Div"),
     ]
     assert all(" -> ai.moonpoly." in rule.transformation for rule in list_rules())
 

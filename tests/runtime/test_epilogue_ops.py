@@ -18,6 +18,7 @@ from moonpoly_ort import native
 from tests.epilogues import AFTER_PRODUCTS, finished
 
 Array = np.ndarray[Any, Any]
+MATMULS = ("MatMul", "MatMulBias", "ScaledMatMul", "ScaledMatMulBias")
 ELEMENT = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.float16): TensorProto.FLOAT16}
 SHAPES = [
     ([3], [3, 4]),
@@ -86,22 +87,26 @@ def check(
 
     inputs: list[Array | None] = [random(a_shape), random(b_shape)]
     exact = inputs[0].astype(np.float64) @ inputs[1].astype(np.float64)  # type: ignore[union-attr]
-    if base != "MatMul":
+    scales = {"alpha": -0.375, "beta": 2.5} if "Scaled" in base or base == "Gemm" else {}
+    if base == "ScaledMatMul":
+        del scales["beta"]
+    exact *= scales.get("alpha", 1.0)
+    if base not in ("MatMul", "ScaledMatMul"):
         inputs.append(random([b_shape[-1]]) if c else None)
         if inputs[2] is not None:
-            exact = exact + inputs[2].astype(np.float64)
+            exact = exact + scales.get("beta", 1.0) * inputs[2].astype(np.float64)
     r = None
     if residual:
         r = random(exact.shape)
         inputs.append(r)
-    numbers = {"activation_alpha": -0.25, "activation_beta": 0.5}
+    numbers = {"activation_alpha": -0.25, "activation_beta": 0.5, **scales}
     got = run(session(pack, base + name, inputs, **numbers), inputs)
     want = finished(exact, activation, residual, -0.25, 0.5, r)
     limit = 1e-5 if got.dtype == np.float32 else 2e-3
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=limit, atol=limit)
 
 
-@pytest.mark.parametrize("base", ["MatMul", "MatMulBias", "Gemm"])
+@pytest.mark.parametrize("base", [*MATMULS, "Gemm"])
 @pytest.mark.parametrize("after", AFTER_PRODUCTS, ids=lambda after: str(after[0] or "alone"))
 def test_every_operator(
     catalog_path: Path, base: str, after: tuple[str, native.Activation, native.Residual]
@@ -116,7 +121,7 @@ def test_shapes_of_matmul(
     catalog_path: Path, a: list[int], b: list[int],
     after: tuple[str, native.Activation, native.Residual],
 ) -> None:  # fmt: skip
-    for base in ("MatMul", "MatMulBias"):
+    for base in MATMULS:
         check(catalog_path, base, after, a, b)
 
 
@@ -145,6 +150,8 @@ def test_a_dot_product_takes_a_residual(catalog_path: Path) -> None:
         ("MatMulBias", [[2, 3], [3], [1]], "no columns to add a bias to"),
         ("MatMulAdd", [[2, 3], [3, 4], [4]], r"MatMulAdd: the last input \[4\].*\[2, 4\]"),
         ("MatMulMul", [[2, 3], [3, 4], [1, 4]], "it does not broadcast"),
+        ("MatMulMul", [[2, 3], [3, 4], [1, 4]], r"rewrite it with disable=\[\"residual\"\]"),
+        ("ScaledMatMulBias", [[2, 3], [3, 4], [1]], r"bias \[1\] must be \[4\]"),
         ("GemmAddRelu", [[2, 3], [3, 4], [4], [1, 2, 4]], r"the output's shape \[2, 4\]"),
     ],
 )  # fmt: skip

@@ -236,7 +236,11 @@ def test_ops_are_registered_under_every_name(pack_path: Path) -> None:
     for name in names:
         for dtype in native.Dtype:
             assert ort.provider(ort.op(name, dtype)) == b"CUDAExecutionProvider"
-    products = [b + name for b in ("MatMul", "MatMulBias", "Gemm") for name, _, _ in AFTER_PRODUCTS]
+    products = [
+        b + name
+        for b in ("MatMul", "MatMulBias", "ScaledMatMul", "ScaledMatMulBias", "Gemm")
+        for name, _, _ in AFTER_PRODUCTS
+    ]
     assert {*names, *products} == set(OPERATORS)  # those that have function bodies
     assert len(ort.ops) == 3 * len(OPERATORS)
 

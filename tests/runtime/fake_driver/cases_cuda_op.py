@@ -306,7 +306,9 @@ def test_ops_are_registered_for_cuda_in_every_dtype(pack_path: Path) -> None:
     ort = FakeOrt({"moonpoly.pack": str(pack_path), "moonpoly.backend": "cuda"})
     ort.register()
     names = [
-        base + name for base in ("MatMul", "MatMulBias", "Gemm") for name, _, _ in AFTER_PRODUCTS
+        base + name
+        for base in ("MatMul", "MatMulBias", "ScaledMatMul", "ScaledMatMulBias", "Gemm")
+        for name, _, _ in AFTER_PRODUCTS
     ]
     for name in names:
         for dtype in native.Dtype:

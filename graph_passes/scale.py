@@ -1,0 +1,120 @@
+"""Mul(MatMul(A, B), s) -> ai.moonpoly.ScaledMatMul<alpha = s>(A, B)
+
+s is a constant number, behind the product or on one of its operands, as exporters write the scale
+of attention; Div by a number too. What the node adds already is scaled with it: beta of a Gemm or a
+bias. A convolution has no such attribute, and takes a number behind it into its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+
+from .convolution_weights import scaled
+from .fusion import Fused, Fusion, NearMiss, Product
+from .operators import BASES, Operator
+from .report import Reason, Refusal
+
+_SCALED = {"MatMul": "ScaledMatMul", "MatMulBias": "ScaledMatMulBias"}
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+class ScaleFusion(Fusion):
+    name = "scale"
+    op_type = "Mul, Div"
+    transformation = "Mul(MatMul(A, B), s) -> ai.moonpoly.ScaledMatMul<alpha = s>(A, B)"
+    changes_weights = True
+
+    def match(self, product: Product) -> Fused | NearMiss | None:
+        if not product.operator.is_base:
+            return None
+        return _behind(product) or _in_front(product)
+
+
+def _behind(product: Product) -> Fused | NearMiss | None:
+    """The product and what it adds are scaled."""
+    node = product.only_reader()
+    factor = None if node is None else _factor(product, node, product.output)
+    if node is None or factor is None or len(product.readers(product.output)) > 1:
+        return None  # a factor of one of several branches is a part of something larger
+    if refusal := product.refuse_readers(product.output, by=[node]):
+        return NearMiss(node, refusal)
+    if product.is_convolution:
+        found = _refuse(factor) or scaled(product, node, np.array(factor))
+        return NearMiss(node, found) if isinstance(found, Refusal) else found
+    return _scaled(product, node, {"alpha": factor, "beta": factor}, absorbed=True)
+
+
+def _in_front(product: Product) -> Fused | NearMiss | None:
+    """An operand is scaled, and nothing else reads it."""
+    if product.is_convolution:
+        return None
+    for index in range(2):
+        node = product.producer(product.operand(index))
+        if node is None or len(node.input) != 2:
+            continue
+        for operand in node.input:
+            factor = _factor(product, node, operand)
+            if factor is None or product.refuse_readers(node.output[0], by=[product.node]):
+                continue
+            if product.operand(0) == product.operand(1):
+                continue  # it would count twice
+            return _scaled(product, node, {"alpha": factor}, operand={index: operand})
+    return None
+
+
+def _factor(product: Product, node: onnx.NodeProto, value: str) -> float | None:
+    """The number that a node multiplies a value with, whose shape it keeps."""
+    if node.op_type not in ("Mul", "Div") or not product.is_standard(node):
+        return None
+    if len(node.input) != 2 or value not in node.input:
+        return None
+    if node.op_type == "Div" and node.input[0] != value:
+        return None
+    other = node.input[list(node.input).index(value) ^ 1]
+    rank = product.least_rank() if value == product.output else product.rank(value)
+    number = None if other == value else product.number(other, rank or 0)
+    if number is None or node.op_type == "Mul":
+        return number
+    return 1 / number if number else math.inf
+
+
+def _scaled(
+    product: Product,
+    node: onnx.NodeProto,
+    factors: Mapping[str, float],
+    *,
+    absorbed: bool = False,
+    operand: Mapping[int, str] | None = None,
+) -> Fused | NearMiss:
+    base = _SCALED.get(product.operator.base, product.operator.base)
+    attributes: dict[str, float | int] = {}
+    for name in [name for name in ("alpha", "beta") if name in BASES[base].attributes]:
+        old = product.attribute(name)
+        if old is not None and old.ref_attr_name:
+            return NearMiss(
+                node, Refusal(Reason.UNBOUND_ATTRIBUTE, f"{name} differs from call to call")
+            )
+        factor = factors.get(name, 1.0)
+        attributes[name] = (1.0 if old is None else old.f) * factor
+        if refusal := _refuse(factor) or (old is not None and old.f and _refuse(attributes[name])):
+            return NearMiss(node, refusal)
+    inputs = [(operand or {}).get(index, name) for index, name in enumerate(product.inputs)]
+    return Fused(
+        Operator(base),
+        inputs,
+        absorbed=[node] if absorbed else [],
+        attributes=attributes,
+        bypassed=[] if absorbed else [node.output[0]],
+        concerns=node,
+    )
+
+
+def _refuse(factor: float) -> Refusal | None:
+    """A product times 0 is NaN where it overflows, and no number is larger than fp32's."""
+    if _SMALLEST <= abs(factor) <= _LARGEST:
+        return None
+    return Refusal(Reason.INEXACT, f"the factor is {factor:g}, which is no normal number of fp32")
