@@ -1,6 +1,8 @@
 """MatMul(A, B) -> ai.moonpoly.MatMul(A, B)
 
 All ranks and broadcasts of the standard operator: 1-D operands, batch dimensions that broadcast.
+A B that is dequantized from constant integers stays: ONNX Runtime makes one MatMulNBits of both,
+which reads the integers; a product of ours would have them dequantized anew in every run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from .rule import (
     refuse_opset,
     refuse_static,
 )
+from .typed_graph import is_constant
+
+_INTEGERS = (ir.DataType.INT4, ir.DataType.UINT4, ir.DataType.INT8, ir.DataType.UINT8)
 
 
 class MatMulRule(Rule):
@@ -31,6 +36,7 @@ class MatMulRule(Rule):
             or refuse_malformed(node, scope)
             or refuse_dtype(node, scope)
             or self._refuse_shapes(node)
+            or _refuse_quantized(node)
             or refuse_static(node, scope)
         )
 
@@ -44,3 +50,18 @@ class MatMulRule(Rule):
         if a is None or b is None:
             return None
         return refuse_inner(a[-1], b[0] if len(b) == 1 else b[-2])
+
+
+def _refuse_quantized(node: ir.Node) -> Refusal | None:
+    b = node.inputs[1]
+    producer = None if b is None else b.producer()
+    if producer is None or producer.op_type != "DequantizeLinear" or not producer.inputs:
+        return None
+    stored = producer.inputs[0]
+    if stored is None or stored.dtype not in _INTEGERS or not is_constant(stored):
+        return None
+    return Refusal(
+        Reason.QUANTIZED,
+        f"B is dequantized from constants of {stored.dtype.name}, which ONNX Runtime multiplies as "
+        "they are stored",
+    )

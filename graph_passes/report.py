@@ -20,6 +20,7 @@ class Reason(enum.StrEnum):
     RANK_UNKNOWN = "rank-unknown"
     RANK_UNSUPPORTED = "rank-unsupported"
     CONSTANT = "constant"
+    QUANTIZED = "quantized"
     STATIC = "static"
     NEVER_CALLED = "never-called"
     UNBOUND_ATTRIBUTE = "unbound-attribute"
