@@ -17,7 +17,8 @@ from .contrib import FusedConvRule, FusedGemmRule, FusedMatMulRule
 from .conv import ConvRule
 from .conv_transpose import ConvTransposeRule
 from .flatten import FlattenFusion
-from .fusion import Fusion, fuse
+from .fusing import fuse
+from .fusion import Fusion
 from .gemm import GemmRule
 from .matmul import MatMulRule
 from .operators import OPERATORS
@@ -81,7 +82,8 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
 
 def described() -> list[tuple[str, str, str]]:
     """Name, operator and transformation of all rules, in the order they are applied."""
-    return [(rule.name, rule.op_type, rule.transformation) for rule in (*RULES, *FUSIONS)]
+    rules: tuple[Rule | Fusion, ...] = (*RULES, *FUSIONS)
+    return [(rule.name, rule.op_type, rule.transformation) for rule in rules]
 
 
 def _names(names: Iterable[str]) -> list[str]:

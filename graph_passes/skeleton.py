@@ -89,7 +89,7 @@ def keeps_payload(tensor: onnx.TensorProto) -> bool:
 
 
 def _is_small(tensor: onnx.TensorProto) -> bool:
-    return math.prod(tensor.dims) <= KEPT_ELEMENTS
+    return bool(math.prod(tensor.dims) <= KEPT_ELEMENTS)
 
 
 def _make_placeholder(

@@ -163,10 +163,12 @@ def _of_windows(node: ir.Node, extents: list[Extent]) -> list[Extent]:
     if window is None or node.attributes.get_string("auto_pad", "NOTSET") not in _AUTO_PADS:
         return []
     result: list[Extent] = [None] * _FIRST_AXIS
+    rounds_up = bool(node.attributes.get_int("ceil_mode", 0))
     for axis, extent in enumerate(extents[_FIRST_AXIS:]):
-        rounded_up = window.strides[axis] > 1 and node.attributes.get_int("ceil_mode", 0)
-        known = isinstance(extent, Size) and not rounded_up
-        result.append(window.count(axis, extent) if known else None)
+        if isinstance(extent, Size) and not (rounds_up and window.strides[axis] > 1):
+            result.append(window.count(axis, extent))
+        else:
+            result.append(None)
     return result
 
 
