@@ -105,7 +105,9 @@ def _compute(
     inside, kernel = axes(v, Param.CONV_IN_D), axes(v, Param.CONV_KERNEL_D)
     stride, dilation = axes(v, Param.CONV_STRIDE_D), axes(v, Param.CONV_DILATION_D)
     pad = axes(v, Param.CONV_PAD_D)
-    out_h, out_w, pixels = v[Param.CONV_OUT_H], v[Param.CONV_OUT_W], v[Param.N]
+    out_h, out_w = v[Param.CONV_OUT_H], v[Param.CONV_OUT_W]
+    pixels = v[Param.N] if depthwise else v[Param.CONV_PIXELS]
+    assert v[Param.N] % pixels == 0
     assert v[Param.CONV_CHANNEL] == np.prod(inside)
     rows = v[Param.M]
     groups = rows // v[Param.CONV_K] if depthwise else v[Param.CONV_GROUPS]
@@ -113,7 +115,11 @@ def _compute(
     c = 1 if depthwise else v[Param.CONV_C]
     steps = (v.get(Param.CONV_W_C, 0), v[Param.CONV_W_H], v[Param.CONV_W_W])
     for z in range(v[Param.Z0], v[Param.Z0] + entries):
-        images = [(z, g) for g in range(groups)] if depthwise else [divmod(z, groups)]
+        images = (
+            [(z, g) for g in range(groups)]
+            if depthwise
+            else [(n, z) for n in range(v[Param.N] // pixels)]
+        )
         for n, g in images:
             x = view(v[Param.CONV_X] + (n * groups + g) * c * v[Param.CONV_CHANNEL] * size,
                      (c, *inside), (v[Param.CONV_CHANNEL], inside[1] * inside[2], inside[2], 1),
@@ -261,6 +267,32 @@ def test_without_repacking_a_constant_weight_is_read_as_it_is(pack_path: Path) -
     ort.destroy(op, kernel)
 
 
+def test_a_region_begins_at_an_image_of_its_own(pack_path: Path) -> None:
+    pack = open_pack(pack_path)
+    attributes = native.ConvAttributes.of_node(False, pads=[1, 1, 1, 1])
+    x, w, y = array(5, 6, 5, 4), array(8, 6, 3, 3), array(5, 8, 5, 4)
+    device, problems = native.device_query(0), {}
+    for images in (2, 3, 5):
+        problems[images] = native.conv_problem(
+            [images, 6, 5, 4], [8, 6, 3, 3], attributes, native.Dtype.F16
+        ).conv
+    plan = native.Plan()
+    for first, images in ((0, 2), (2, 3)):
+        (region,) = pack.plan_conv(device, problems[images], flags=1).regions
+        region.n0 = first * 20
+        plan._regions[first // 2] = region
+    plan.region_count = 2
+    driver.fake_reset()
+    with native.Launcher(pack) as launcher:
+        launcher.launch_conv(
+            problems[5], plan, x=x.address, w=w.address, y=y.address, stream=STREAM
+        )
+    assert len(launches()) == 2
+    execute(pack_path, native.Dtype.F16, False)
+    want = expected(x, w, None, False, pads=[1, 1, 1, 1])
+    np.testing.assert_allclose(y.array, want, rtol=2e-2, atol=2e-2)
+
+
 def test_a_weight_that_is_not_where_it_says_is_refused(pack_path: Path) -> None:
     pack = open_pack(pack_path)
     attributes = native.ConvAttributes.of_node(False, strides=[2, 2])
@@ -290,6 +322,8 @@ def test_an_empty_output_launches_nothing(pack_path: Path) -> None:
         (lambda plan: setattr(plan._regions[0], "kernel", 9999), "names kernel 9999"),
         (lambda plan: setattr(plan._regions[0], "m", 3), "lies outside the convolution"),
         (lambda plan: setattr(plan._regions[0], "z", 3), "lies outside the convolution"),
+        (lambda plan: setattr(plan._regions[0], "n0", 6), "lies outside the convolution"),
+        (lambda plan: setattr(plan._regions[0], "n", 5), "cuts an image"),
         (lambda plan: setattr(plan._regions[0], "grid", 0), "lies outside the convolution"),
         (lambda plan: setattr(plan, "region_count", 99), "0 to 16 regions"),
         (lambda plan: setattr(plan, "workspace_bytes", 64), "needs 64 bytes of workspace"),
