@@ -59,9 +59,9 @@ WIDE = (
 )
 # TF32 tiles on trial, in 2-byte elements as all. A K step of 128x128x16 costs a warp 213
 # instructions, of which 127 are for the step itself, whatever it loads: the tensor cores of an SM,
-# which need 246 clocks for it, get it every 426 at best (590 were measured). Steps of 32 bring that
-# to 0.82 of their pace, more weights for each pixel to 0.98 (256x64). Two blocks of four warps on
-# an SM wait for each other's loads less than one of eight.
+# which need 246 clocks for it, get it every 426 at best (1000 were measured). Steps of 32 bring
+# that to 0.82 of their pace, more weights for each pixel to 0.98 (256x64). Two blocks of four warps
+# on an SM wait for each other's loads less than one of eight.
 TRIED_TF32 = (
     ConvTile(128, 128, 64, 8, 3, "f"),
     ConvTile(256, 64, 64, 8, 3, "fs"),
