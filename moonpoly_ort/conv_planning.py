@@ -29,12 +29,12 @@ class ConvPlan:
     @property
     def extents(self) -> tuple[int, int, int, int]:
         """(m, n, k, batch) of the product that it is, implicit or not: output channels of a group,
-        output pixels, input channels of a group times taps, images times groups.
+        output pixels of all images, input channels of a group times taps, groups.
         """
         work = self.work
         if isinstance(work, native.Problem):
             return work.m, work.n, work.k, work.batch
-        return work.k, prod(work.out), work.c * prod(work.kernel), work.n * work.groups
+        return work.k, work.n * prod(work.out), work.c * prod(work.kernel), work.groups
 
 
 def attributes_of(op: str, attributes: Mapping[str, Any]) -> native.ConvAttributes:

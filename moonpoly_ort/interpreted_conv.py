@@ -48,8 +48,15 @@ def run_conv_region(
     channel = math.prod(conv.inputs)
     pixels = math.prod(conv.out)
     outputs = conv.groups * conv.k
-    images = elements(x, spec.dtype, conv.n * conv.groups * conv.c * channel)
-    result = elements(y, spec.dtype, conv.n * outputs * pixels)
+    # X, Y and R from the region's first image on.
+    first = region.n0 // pixels
+    left = conv.n - first
+    image, size = outputs * pixels, spec.dtype.bytes
+    of_x = conv.groups * conv.c * channel
+    images = elements(x + first * of_x * size, spec.dtype, left * of_x)
+    y += first * image * size
+    residual = residual and residual + first * image * size
+    result = elements(y, spec.dtype, left * image)
     other = elements(residual, spec.dtype, len(result)) if residual and conv.residual else None
     added = elements(bias, spec.dtype, outputs) if bias and conv.bias else None
     values: dict[Param, Any] = {
@@ -65,6 +72,7 @@ def run_conv_region(
         Param.M: region.m, Param.N: region.n, Param.SPLIT: region.split, Param.Z0: region.z0,
         Param.CONV_C: conv.c, Param.CONV_K: conv.k, Param.CONV_GROUPS: conv.groups,
         Param.CONV_OUT_H: conv.out[1], Param.CONV_OUT_W: conv.out[2], Param.CONV_CHANNEL: channel,
+        Param.CONV_PIXELS: pixels,
         Param.CONV_W_G: conv.w_g, Param.CONV_W_K: conv.w_k, Param.CONV_W_C: conv.w_c,
         Param.CONV_W_H: conv.w_h, Param.CONV_W_W: conv.w_w,
     }  # fmt: skip

@@ -2,13 +2,15 @@
 alignment, one to three spatial dimensions, every architecture.
 
 Y[k, p] = sum over channels c and taps t of W[k, c, t] * X[c, at(p, t)], one product of M = k rows
-and N = pixels for each image and group; at(p, t) is a pixel of X, or lies outside and counts as 0.
-X, Y are (batch * groups, channels, pixels), contiguous; W is addressed by strides. Missing leading
-axes have size 1.
+and N = pixels of all images for each group; at(p, t) is a pixel of X, or lies outside and counts as
+0. X, Y are (images, groups, channels, pixels), contiguous; W is addressed by strides. Missing
+leading axes have size 1. A tile may begin in one image and end in another: tiles of 128 columns for
+single images of 130 pixels would stay half empty.
 
 A K step is BK / TAPS channels at TAPS neighbouring taps along the width; steps run over blocks of
 channels, then along the width, height and depth of the kernel. Where a tile's pixels lie in X is
-worked out once; a step moves them by additions. TAPS > 1 is for few channels, which would leave
+worked out once, relative to the image that its first pixel belongs to; a step moves them by
+additions. TAPS > 1 is for few channels, which would leave
 most of BK unused.
 
 Pixels are contiguous in X but for the row ends, and aligned to nothing. Loads of 2 bytes pass
@@ -19,7 +21,7 @@ pixels before it multiplies.
 import triton
 import triton.language as tl
 
-from .activations import store_finished
+from .conv_epilogue import store_images
 from .tiles import ceil_div, locate, multiply, slice_of, sum_slices
 
 
@@ -38,18 +40,19 @@ def input_at(out, tap, stride, dilation, pad, size, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def load_pixels(
-    x, c, tap_d, tap_h, tap_w, wanted, C, d, h, w, in_d, in_h, in_w, kernel_w,
+    x, c, tap_d, tap_h, tap_w, wanted, C, start, d, h, w, in_d, in_h, in_w, kernel_w,
     stride_d, stride_h, stride_w, dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel,
     BK: tl.constexpr, TAPS: tl.constexpr, TRANSPOSED: tl.constexpr, HUGE: tl.constexpr,
 ):  # fmt: skip
     """The (BK, BN) tile of X at channels from c on and taps from (tap_d, tap_h, tap_w) on, for the
-    output pixels (d, h, w) that are wanted. Without HUGE, BK channels span less than 2^31 elements:
-    an address then takes 3 instructions instead of 8.
+    output pixels (d, h, w) that are wanted, of images that start so many elements from x. Without
+    HUGE, BK channels of all these images span less than 2^31 elements, and `start` is i32: an
+    address then takes 3 instructions instead of 8.
     """
     offs_k = tl.arange(0, BK)
     at_d, d_in = input_at(d, tap_d, stride_d, dilation_d, pad_d, in_d, TRANSPOSED)
     at_h, h_in = input_at(h, tap_h, stride_h, dilation_h, pad_h, in_h, TRANSPOSED)
-    row = (at_d * in_h + at_h) * in_w
+    row = (at_d * in_h + at_h) * in_w + start
     inside = wanted & d_in & h_in
     x += c.to(tl.int64) * channel
     if HUGE:
@@ -77,7 +80,7 @@ def conv(
     x, w, y, bias, workspace, counters, M, N, C, split, groups, z0, has_bias,
     in_d, in_h, in_w, out_h, out_w, kernel_d, kernel_h, kernel_w, stride_d, stride_h, stride_w,
     dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel, w_g, w_k, w_c, w_h, w_w,
-    residual, activation, act_alpha, act_beta,
+    pixels, residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     TAPS: tl.constexpr, TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, PREFETCH: tl.constexpr,
     SPLIT_K: tl.constexpr, SWAP: tl.constexpr, PRECISION: tl.constexpr, ROUND: tl.constexpr,
@@ -85,21 +88,33 @@ def conv(
 ):  # fmt: skip
     part, slot, z, m, n = locate(M, N, split, BM, BN, GROUP_M, SPLIT_K)
     z += z0
-    x += z.to(tl.int64) * C * channel
-    y += z.to(tl.int64) * M * N
-    w += (z % groups).to(tl.int64) * w_g
-    bias += z % groups * M
+    HUGE: tl.constexpr = not PACKED
+    # From here on images and columns count from the image that the tile begins in.
+    image = n // pixels
+    n -= image * pixels
+    N -= image * pixels
+    entry = image.to(tl.int64) * groups + z
+    x += entry * C * channel
+    y += entry * M * pixels
+    w += z.to(tl.int64) * w_g
+    bias += z * M
 
     offs_m = m + tl.arange(0, BM)
     offs_n = n + tl.arange(0, BN)
     offs_k = tl.arange(0, BK)
     pixel_in = offs_n < N
-    d = offs_n // (out_h * out_w)
-    h = offs_n // out_w % out_h
-    v = offs_n % out_w
+    x_pitch = groups.to(tl.int64) * C * channel
+    y_pitch = groups.to(tl.int64) * M * pixels
+    if not HUGE:
+        x_pitch = x_pitch.to(tl.int32)
+        y_pitch = y_pitch.to(tl.int32)
+    start = offs_n // pixels * x_pitch
+    pixel = offs_n % pixels
+    d = pixel // (out_h * out_w)
+    h = pixel // out_w % out_h
+    v = pixel % out_w
 
     CHANNELS: tl.constexpr = BK // TAPS
-    HUGE: tl.constexpr = not PACKED
     blocks = ceil_div(C, CHANNELS)
     along_w = ceil_div(kernel_w, TAPS)
     first, last = slice_of(kernel_d * kernel_h * along_w * blocks, part, split, 1, SPLIT_K)
@@ -130,7 +145,7 @@ def conv(
     acc = tl.full((ROWS, COLS), 0.0, tl.float32)
     if PREFETCH:
         x_next = load_pixels(
-            x, c, tap_d, tap_h, tap_w, offs_n < N * tl.minimum(last - first, 1), C, d, h, v,
+            x, c, tap_d, tap_h, tap_w, offs_n < N * tl.minimum(last - first, 1), C, start, d, h, v,
             in_d, in_h, in_w, kernel_w, stride_d, stride_h, stride_w,
             dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel,
             BK, TAPS, TRANSPOSED, HUGE,
@@ -145,10 +160,10 @@ def conv(
             k_in = k_in & (offs_k % TAPS < kernel_w - tap_w)
         weights = tl.load(w_tile + at, mask=k_in[None, :], other=0.0)
         if PREFETCH:
-            pixels = x_next
+            x_tile = x_next
         else:
-            pixels = load_pixels(
-                x, c, tap_d, tap_h, tap_w, pixel_in, C, d, h, v, in_d, in_h, in_w,
+            x_tile = load_pixels(
+                x, c, tap_d, tap_h, tap_w, pixel_in, C, start, d, h, v, in_d, in_h, in_w,
                 kernel_w, stride_d, stride_h, stride_w, dilation_d, dilation_h, dilation_w,
                 pad_d, pad_h, pad_w, channel, BK, TAPS, TRANSPOSED, HUGE,
             )  # fmt: skip
@@ -164,12 +179,12 @@ def conv(
         tap_d += tl.where(carry, 1, 0)
         if PREFETCH:
             x_next = load_pixels(
-                x, c, tap_d, tap_h, tap_w, offs_n < N * tl.minimum(last - step - 1, 1), C, d, h, v,
-                in_d, in_h, in_w, kernel_w, stride_d, stride_h, stride_w,
+                x, c, tap_d, tap_h, tap_w, offs_n < N * tl.minimum(last - step - 1, 1), C, start,
+                d, h, v, in_d, in_h, in_w, kernel_w, stride_d, stride_h, stride_w,
                 dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel,
                 BK, TAPS, TRANSPOSED, HUGE,
             )  # fmt: skip
-        acc = multiply(weights, pixels, acc, SWAP, PRECISION, ROUND)
+        acc = multiply(weights, x_tile, acc, SWAP, PRECISION, ROUND)
 
     mine = True
     if SPLIT_K:
@@ -178,12 +193,7 @@ def conv(
         tile = tl.trans(acc) if SWAP else acc
         added = tl.load(bias + offs_m, mask=offs_m < M * has_bias, other=0.0)
         tile += added.to(tl.float32)[:, None]
-        if activation == 0:
-            y_tile = y + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-            inside = (offs_m < M)[:, None] & pixel_in[None, :]
-            tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
-        else:
-            residual += z.to(tl.int64) * M * N
-            store_finished(
-                tile, y, residual, m, n, M, N, N, activation, act_alpha, act_beta, CHUNKS
-            )
+        store_images(
+            tile, y, residual + entry * M * pixels, m, n, M, N, pixels, y_pitch,
+            activation, act_alpha, act_beta, CHUNKS,
+        )  # fmt: skip

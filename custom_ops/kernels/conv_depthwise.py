@@ -3,7 +3,7 @@
 A tile is BM output channels of one image by BN pixels; where a pixel lies in X is worked out once
 for all of its channels. Each output channel m belongs to group m // multiplier. Sums are exact
 products added up in fp32, whatever the type. A kernel of WIDTH taps along the width (0: any) is
-unrolled there, so that the loads of a row are in flight together.
+unrolled there, so that the loads of a row are in flight together, and those of ROWS rows.
 """
 
 import triton
@@ -16,14 +16,15 @@ from .tiles import locate
 
 @triton.jit
 def add_tap(
-    acc, x_rows, line, inside, w_line, v, tap_w, in_w, stride_w, dilation_w, pad_w,
-    TRANSPOSED: tl.constexpr,
+    acc, x_rows, line, inside, w_line, w_in, v, tap_w, in_w, stride_w, dilation_w, pad_w,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    at_w, w_in = input_at(v, tap_w, stride_w, dilation_w, pad_w, in_w, TRANSPOSED)
+    at_w, at_in = input_at(v, tap_w, stride_w, dilation_w, pad_w, in_w, TRANSPOSED)
     pixels = tl.load(
-        x_rows[:, None] + (line + at_w)[None, :], mask=(inside & w_in)[None, :], other=0.0
+        x_rows[:, None] + (line + at_w)[None, :], mask=(inside & at_in)[None, :], other=0.0
     )
-    return acc + tl.load(w_line).to(tl.float32)[:, None] * pixels.to(tl.float32)
+    weights = tl.load(w_line, mask=w_in, other=0.0) if ROWS > 1 else tl.load(w_line)
+    return acc + weights.to(tl.float32)[:, None] * pixels.to(tl.float32)
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def conv_depthwise(
     dilation_d, dilation_h, dilation_w, pad_d, pad_h, pad_w, channel, w_g, w_k, w_h, w_w,
     residual, activation, act_alpha, act_beta,
     BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, TRANSPOSED: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     _, _, z, m, n = locate(M, N, 1, BM, BN, GROUP_M, False)
     z += z0
@@ -51,23 +52,32 @@ def conv_depthwise(
     acc = tl.full((BM, BN), 0.0, tl.float32)
     for tap_d in range(kernel_d):
         at_d, d_in = input_at(d, tap_d, stride_d, dilation_d, pad_d, in_d, TRANSPOSED)
-        for tap_h in range(kernel_h):
-            at_h, h_in = input_at(h, tap_h, stride_h, dilation_h, pad_h, in_h, TRANSPOSED)
-            line = (at_d * in_h + at_h) * in_w
-            inside = pixel_in & d_in & h_in
-            if WIDTH > 0:
-                for tap_w in tl.static_range(WIDTH):
-                    acc = add_tap(
-                        acc, x_rows, line, inside, w_rows + tap_w * w_w, v, tap_w,
-                        in_w, stride_w, dilation_w, pad_w, TRANSPOSED,
-                    )  # fmt: skip
-            else:
-                for tap_w in range(kernel_w):
-                    acc = add_tap(
-                        acc, x_rows, line, inside, w_rows + tap_w * w_w, v, tap_w,
-                        in_w, stride_w, dilation_w, pad_w, TRANSPOSED,
-                    )  # fmt: skip
-            w_rows += w_h
+        for first_h in range(0, kernel_h, ROWS):
+            for next_h in tl.static_range(ROWS):
+                tap_h = first_h + next_h
+                at_h, h_in = input_at(h, tap_h, stride_h, dilation_h, pad_h, in_h, TRANSPOSED)
+                line = (at_d * in_h + at_h) * in_w
+                inside = pixel_in & d_in & h_in
+                w_in = row < M
+                if ROWS > 1:
+                    w_in = row < tl.where(kernel_h > tap_h, M, 0)
+                    inside = inside & (offs_n < tl.where(kernel_h > tap_h, N, 0))
+                if WIDTH > 0:
+                    for tap_w in tl.static_range(WIDTH):
+                        acc = add_tap(
+                            acc, x_rows, line, inside, w_rows + tap_w * w_w, w_in,
+                            v, tap_w, in_w, stride_w, dilation_w, pad_w, TRANSPOSED, ROWS,
+                        )  # fmt: skip
+                else:
+                    for tap_w in range(kernel_w):
+                        acc = add_tap(
+                            acc, x_rows, line, inside, w_rows + tap_w * w_w, w_in,
+                            v, tap_w, in_w, stride_w, dilation_w, pad_w, TRANSPOSED, ROWS,
+                        )  # fmt: skip
+                if ROWS > 1:  # behind the last row comes the first of the next depth
+                    w_rows += tl.where(kernel_h > tap_h, w_h, 0)
+                else:
+                    w_rows += w_h
 
     acc += tl.load(bias + row, mask=row < M * has_bias, other=0.0).to(tl.float32)[:, None]
     at = (z.to(tl.int64) * M + offs_m)[:, None] * N + offs_n[None, :]

@@ -92,6 +92,7 @@ def _conv_constants(spec: KernelSpec, rounded: str) -> dict[str, Any]:
         return {
             "BM": spec.bm, "BN": spec.bn, "GROUP_M": spec.group_m,
             "TRANSPOSED": is_transposed(spec.family), "WIDTH": spec.bk if spec.bk > 1 else 0,
+            "ROWS": spec.stages,
         }  # fmt: skip
     return {
         "BM": spec.bm, "BN": spec.bn, "BK": spec.bk, "GROUP_M": spec.group_m,

@@ -89,7 +89,7 @@ _CONV = {
     **_CONV_OPERANDS, "workspace": Param.PTR_WORKSPACE, "counters": Param.PTR_COUNTERS,
     "M": Param.M, "N": Param.N, "C": Param.CONV_C, "split": Param.SPLIT,
     "groups": Param.CONV_GROUPS, "z0": Param.Z0, "has_bias": Param.CONV_HAS_BIAS,
-    **_CONV_SHAPE, **_CONV_W, **_FINISH,
+    **_CONV_SHAPE, **_CONV_W, "pixels": Param.CONV_PIXELS, **_FINISH,
 }  # fmt: skip
 _CONV_DEPTHWISE = {
     **_CONV_OPERANDS, "M": Param.M, "N": Param.N, "multiplier": Param.CONV_K, "z0": Param.Z0,

@@ -83,8 +83,11 @@ void check_conv_plan(const moonpoly::Pack& pack, const mp_conv& conv, const mp_p
                      " cannot run this convolution: ", why);
     }
     const int64_t entries = moonpoly::conv_entries(k, conv);
-    if (r.m0 != 0 || r.m != moonpoly::conv_rows(k, conv) || r.n0 != 0 ||
-        r.n != moonpoly::out_pixels(conv) || r.z0 < 0 || r.z < 1 || r.z > entries - r.z0 ||
+    const int64_t pixels = moonpoly::out_pixels(conv);
+    const int64_t columns = moonpoly::conv_images(k, conv) * pixels;
+    if (r.m0 != 0 || r.m != moonpoly::conv_rows(k, conv) || r.n0 < 0 || r.n < 1 ||
+        r.n0 % pixels != 0 || r.n % pixels != 0 || r.n > columns - r.n0 ||
+        r.n > moonpoly::kMaxConvColumns || r.z0 < 0 || r.z < 1 || r.z > entries - r.z0 ||
         r.grid < 1 || r.grid > 0x7fffffff) {
       moonpoly::fail(MP_INVALID, "region ", i, " lies outside the convolution, or cuts an image");
     }

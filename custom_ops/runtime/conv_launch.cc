@@ -1,6 +1,8 @@
-// The launch of convolutions. Their operands are plain pointers that no region moves.
+// The launch of convolutions. Their operands are plain pointers; a region moves them to its first
+// image.
 #include <string>
 
+#include "conv_shape.h"
 #include "error.h"
 #include "launcher.h"
 #include "op_structure.h"
@@ -117,6 +119,8 @@ Argument argument(int32_t param, const Work& work) {
     case MP_P_CONV_PAD_H:
     case MP_P_CONV_PAD_W:
       return i32(c.pad[param - MP_P_CONV_PAD_D]);
+    case MP_P_CONV_PIXELS:
+      return i32(out_pixels(c));
     case MP_P_CONV_CHANNEL:
       return i64(c.in[0] * c.in[1] * c.in[2]);
     case MP_P_CONV_W_G:
@@ -133,6 +137,17 @@ Argument argument(int32_t param, const Work& work) {
   fail(MP_BAD_PACK, "a convolution has no parameter of code ", param);
 }
 
+// The operands from image number `image` on.
+Operands from_image(const mp_conv& c, Operands operands, int64_t image) {
+  if (image == 0) return operands;
+  const int64_t first = image * c.groups * element_bytes(c.dtype);
+  const int64_t y = first * c.k * out_pixels(c);
+  operands.b = static_cast<const char*>(operands.b) + first * c.c * c.in[0] * c.in[1] * c.in[2];
+  operands.y = static_cast<char*>(operands.y) + y;
+  if (operands.residual) operands.residual = static_cast<const char*>(operands.residual) + y;
+  return operands;
+}
+
 }  // namespace
 
 void Launcher::launch_conv(const mp_conv& conv, const mp_plan& plan, const Operands& operands,
@@ -144,7 +159,8 @@ void Launcher::launch_conv(const mp_conv& conv, const mp_plan& plan, const Opera
     if (!functions_[r.kernel]) {
       fail(MP_NO_KERNEL, "kernel ", k.name, " does not fit GPU ", ordinal_);
     }
-    const Work work{conv, r, operands, workspace, counters};
+    const Operands own = from_image(conv, operands, r.n0 / out_pixels(conv));
+    const Work work{conv, r, own, workspace, counters};
     Argument arguments[kMaxArguments];
     void* pointers[kMaxArguments];
     const int32_t* params = pack_->params(k);

@@ -32,11 +32,12 @@ double unique_bytes(const mp_conv& c) {
 
 Extent extent_of(const mp_kernel& k, const mp_conv& c) {
   Extent extent{};
-  extent.m = conv_rows(k, c), extent.n = out_pixels(c), extent.batch = conv_entries(k, c);
+  extent.m = conv_rows(k, c), extent.n = conv_images(k, c) * out_pixels(c);
+  extent.batch = conv_entries(k, c);
   extent.k = conv_steps(k, c) * k.bk;
   extent.unique_bytes = unique_bytes(c);
   extent.element_bytes = element_bytes(c.dtype);
-  const double pixels = double(c.in[0]) * c.in[1] * c.in[2] / std::max<int64_t>(extent.n, 1);
+  const double pixels = double(c.in[0]) * c.in[1] * c.in[2] / std::max<int64_t>(out_pixels(c), 1);
   extent.b_distinct = std::min(1.0, c.c * pixels / std::max<int64_t>(extent.k, 1));
   return extent;
 }
@@ -48,8 +49,10 @@ int64_t conv_rows(const mp_kernel& k, const mp_conv& c) {
 }
 
 int64_t conv_entries(const mp_kernel& k, const mp_conv& c) {
-  return is_depthwise(k) ? c.n : c.n * c.groups;
+  return is_depthwise(k) ? c.n : c.groups;
 }
+
+int64_t conv_images(const mp_kernel& k, const mp_conv& c) { return is_depthwise(k) ? 1 : c.n; }
 
 int64_t conv_steps(const mp_kernel& k, const mp_conv& c) {
   if (is_depthwise(k)) return c.kernel[0] * c.kernel[1] * (k.bk > 1 ? 1 : c.kernel[2]);
@@ -73,9 +76,16 @@ const char* conv_refusal(const mp_kernel& k, const mp_conv& c) {
   }
   if (k.align_a < 16) return nullptr;
   if (c.w_taps != taps_of(k)) return "W is not stored the way it loads it";
-  // It addresses the channels of a K step in 32 bits.
+  // In all images that a tile meets it addresses the channels of a K step, and a row of Y, in 32
+  // bits.
+  constexpr int64_t kReach = int64_t{1} << 31;
   const int64_t channel = c.in[0] * c.in[1] * c.in[2];
-  if (channel * (k.bk + 1) >= int64_t{1} << 31) return "a channel of X has too many pixels for it";
+  if (channel * (k.bk + 1) >= kReach) return "a channel of X has too many pixels for it";
+  const int64_t pixels = std::max<int64_t>(out_pixels(c), 1);
+  const int64_t further = std::min((pixels + k.bn - 2) / pixels, std::max<int64_t>(c.n - 1, 0));
+  const double in_x = double(further) * c.groups * c.c * channel + double(channel) * (k.bk + 1);
+  const double in_y = double(further + 1) * c.groups * c.k * pixels;
+  if (further > 0 && std::max(in_x, in_y) >= kReach) return "a tile of it meets images too large";
   return nullptr;
 }
 
@@ -87,17 +97,18 @@ void ConvPlanner::consider(int index, const mp_conv& c, const PlanRequest& reque
   const mp_kernel& k = pack_.kernel(index);
   const KernelCost& cost = planner_->cost(index);
   const DeviceModel& model = planner_->model();
-  const int64_t tiles = ceil_div(conv_rows(k, c), k.bm) * ceil_div(out_pixels(c), k.bn);
+  const Extent extent = extent_of(k, c);
+  const int64_t tile_rows = ceil_div(extent.m, k.bm);
+  const int64_t tiles = tile_rows * ceil_div(extent.n, k.bn);
   const int64_t steps = conv_steps(k, c);
   const auto offer = [&](int split, double us) {
-    if (tiles * split > kMaxBlocks) return;
+    if (tile_rows * ceil_div(out_pixels(c), k.bn) * split > kMaxBlocks) return;
     // A tie, as of lone waves of small images, goes to fewer blocks.
     const int64_t blocks = tiles * split;
     if (best->kernel < 0 || us < best->us || (us == best->us && blocks < best->blocks)) {
       *best = Choice{index, split, blocks, us, cost.measured};
     }
   };
-  const Extent extent = extent_of(k, c);
   if (!k.split_k) {
     if (request.only_split <= 1) offer(1, predict_us(k, cost, model, extent, 1));
     return;
@@ -170,30 +181,39 @@ void ConvPlanner::plan(const mp_conv& c, const PlanRequest& request, mp_plan* ou
   const Choice choice = choose(c, request);
   out->measured = choice.measured;
   const mp_kernel& k = pack_.kernel(choice.kernel);
-  const int64_t rows = conv_rows(k, c), entries = conv_entries(k, c);
-  const int64_t tiles = ceil_div(rows, k.bm) * ceil_div(pixels, k.bn);
-  const int64_t at_once = std::min(entries, kMaxBlocks / (tiles * choice.split));
-  for (int64_t z = 0; z < entries; z += at_once) {
-    if (out->region_count == MP_MAX_REGIONS) {
-      fail(MP_INVALID, "an output of ", entries, " x ", rows, " x ", pixels, " needs more than ",
-           MP_MAX_REGIONS, " launches");
+  const int64_t rows = conv_rows(k, c), entries = conv_entries(k, c), images = conv_images(k, c);
+  const int64_t tile_rows = ceil_div(rows, k.bm);
+  // As many entries, or else images of all entries, as a grid holds at once.
+  const int64_t of_image = tile_rows * ceil_div(pixels, k.bn) * choice.split;
+  const int64_t entries_at_once = std::min(entries, kMaxBlocks / of_image);
+  const int64_t tile_columns = kMaxBlocks / (entries_at_once * tile_rows * choice.split);
+  const int64_t columns = std::min(tile_columns * k.bn, kMaxConvColumns);
+  const int64_t images_at_once = std::min(images, columns / pixels);
+  for (int64_t image = 0; image < images; image += images_at_once) {
+    for (int64_t z = 0; z < entries; z += entries_at_once) {
+      if (out->region_count == MP_MAX_REGIONS) {
+        fail(MP_INVALID, "an output of ", c.n, " x ", c.groups * c.k, " x ", pixels,
+             " needs more than ", MP_MAX_REGIONS, " launches");
+      }
+      mp_region& r = out->regions[out->region_count++];
+      r.kernel = choice.kernel;
+      r.split = choice.split;
+      r.m = rows;
+      r.n0 = image * pixels;
+      r.n = std::min(images_at_once, images - image) * pixels;
+      r.z0 = z;
+      r.z = std::min(entries_at_once, entries - z);
+      const int64_t tiles = r.z * tile_rows * ceil_div(r.n, k.bn);
+      r.grid = tiles * choice.split;
+      if (choice.split > 1) {
+        r.workspace_bytes = r.grid * k.bm * k.bn * static_cast<int64_t>(sizeof(float));
+        r.counters = tiles;
+      }
+      r.predicted_us = choice.us * (double(r.z) / entries) * (double(r.n) / (images * pixels));
+      out->workspace_bytes = std::max(out->workspace_bytes, r.workspace_bytes);
+      out->counters = std::max(out->counters, r.counters);
+      out->predicted_us += r.predicted_us;
     }
-    mp_region& r = out->regions[out->region_count++];
-    r.kernel = choice.kernel;
-    r.split = choice.split;
-    r.m = rows;
-    r.n = pixels;
-    r.z0 = z;
-    r.z = std::min(at_once, entries - z);
-    r.grid = r.z * tiles * choice.split;
-    if (choice.split > 1) {
-      r.workspace_bytes = r.grid * k.bm * k.bn * static_cast<int64_t>(sizeof(float));
-      r.counters = r.z * tiles;
-    }
-    r.predicted_us = choice.us * (double(r.z) / entries);
-    out->workspace_bytes = std::max(out->workspace_bytes, r.workspace_bytes);
-    out->counters = std::max(out->counters, r.counters);
-    out->predicted_us += r.predicted_us;
   }
 }
 

@@ -49,9 +49,14 @@ class ConvPlanner {
 // Why the kernel cannot run the convolution, or null if it can.
 const char* conv_refusal(const mp_kernel& kernel, const mp_conv& conv);
 
-// Rows and batch entries of the regions that a kernel covers a convolution with.
+// Of the regions that a kernel covers a convolution with: rows, batch entries, and images that lie
+// side by side in the columns of one entry.
 int64_t conv_rows(const mp_kernel& kernel, const mp_conv& conv);
 int64_t conv_entries(const mp_kernel& kernel, const mp_conv& conv);
+int64_t conv_images(const mp_kernel& kernel, const mp_conv& conv);
+
+// Columns of a region: with those that fill its last tile, an i32 counts them.
+constexpr int64_t kMaxConvColumns = (int64_t{1} << 31) - 512;
 
 // K steps of a kernel.
 int64_t conv_steps(const mp_kernel& kernel, const mp_conv& conv);

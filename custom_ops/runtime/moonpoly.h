@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 #define MP_API_VERSION 3
-#define MP_PACK_VERSION 4
+#define MP_PACK_VERSION 5
 
 typedef enum mp_status {
   MP_OK = 0,
@@ -209,13 +209,14 @@ typedef enum mp_family {
   MP_COPY_PADDED = 9,
   // Layout NN, few rows: a block has a few columns of B and reads rows of them, on the scalar units.
   MP_GEMV = 10,
-  // Convolutions (mp_conv), through masked loads. A region's m and n are the channels and pixels of Y, of
-  // one group; its batch entries are images times groups.
+  // Convolutions (mp_conv), through masked loads. A region's m are the channels of Y of one group, its n
+  // the pixels of whole images, one image behind the other, its batch entries groups.
   MP_CONV = 16,             // K steps of channels at one tap
   MP_CONV_TAPS4 = 17,       // K steps of channels at 4 taps along the width; not transposed
   MP_CONV_TAPS8 = 18,
   MP_CONV_TRANSPOSED = 19,  // as MP_CONV
-  // c = 1, on the scalar units; bk: taps along the width, 1 for any. A region's m are the channels of all groups, its batch the images.
+  // c = 1, on the scalar units; bk: taps along the width, 1 for any. A region's m are the channels of all groups,
+  // its n the pixels of one image, its batch entries images.
   MP_CONV_DEPTHWISE = 20,
   MP_CONV_DEPTHWISE_TRANSPOSED = 21
 } mp_family;
@@ -238,14 +239,15 @@ typedef enum mp_param {
   MP_P_PTR_RESIDUAL,                           // null where there is none
   MP_P_ACTIVATION,                             // i32; activation | residual << 8
   MP_P_ACT_ALPHA, MP_P_ACT_BETA,               // f32
-  // Of convolutions. CHANNEL: i64, elements of one channel of X.
+  // Of convolutions. PIXELS: i32, of one image of Y. CHANNEL: i64, elements of one channel of X. X, Y and the
+  // residual point at the region's first image.
   MP_P_CONV_X = 64, MP_P_CONV_W, MP_P_CONV_Y, MP_P_CONV_BIAS,  // pointers; BIAS is Y where there is none
   MP_P_CONV_C, MP_P_CONV_K, MP_P_CONV_GROUPS, MP_P_CONV_HAS_BIAS,  // i32
   MP_P_CONV_IN_D, MP_P_CONV_IN_H, MP_P_CONV_IN_W, MP_P_CONV_OUT_H, MP_P_CONV_OUT_W,
   MP_P_CONV_KERNEL_D, MP_P_CONV_KERNEL_H, MP_P_CONV_KERNEL_W,
   MP_P_CONV_STRIDE_D, MP_P_CONV_STRIDE_H, MP_P_CONV_STRIDE_W,
   MP_P_CONV_DILATION_D, MP_P_CONV_DILATION_H, MP_P_CONV_DILATION_W,
-  MP_P_CONV_PAD_D, MP_P_CONV_PAD_H, MP_P_CONV_PAD_W,
+  MP_P_CONV_PAD_D, MP_P_CONV_PAD_H, MP_P_CONV_PAD_W, MP_P_CONV_PIXELS,
   MP_P_CONV_CHANNEL, MP_P_CONV_W_G, MP_P_CONV_W_K, MP_P_CONV_W_C, MP_P_CONV_W_H, MP_P_CONV_W_W  // i64
 } mp_param;
 

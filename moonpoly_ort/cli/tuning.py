@@ -37,6 +37,10 @@ def tune(
     rows: Annotated[
         str, typer.Option(metavar="LOW:HIGH", help="With --model: row counts (M) to cover.")
     ] = "1:4096",
+    pixels: Annotated[
+        str,
+        typer.Option(metavar="LOW:HIGH", help="With --model: output pixels of its convolutions."),
+    ] = "64:65536",
     gpu: Annotated[int, typer.Option(metavar="ORDINAL", help="The GPU to measure.")] = 0,
     output: Annotated[
         Path | None,
@@ -73,15 +77,13 @@ def tune(
     """
     from .. import tuning
 
-    if not (match := re.fullmatch(r"(\d+):(\d+)", rows)):
-        raise typer.BadParameter(f"--rows {rows!r}: two numbers are expected, such as 1:4096")
     if trial and pack:
         raise typer.BadParameter("--trial builds a pack and --pack names one: give either")
     options = tuning.Options(
         gpu=gpu, numbers=_listed(dtype), layouts=_listed(layout), operations=_listed(op),
-        model=model,
-        rows=(int(match[1]), int(match[2])), minutes=budget, output=output, pack=pack, trial=trial,
-        only=only, force=force, fresh=fresh, keep_all=keep_all, tuned_pack=tuned_pack,
+        model=model, rows=_range("--rows", rows), pixels=_range("--pixels", pixels),
+        minutes=budget, output=output, pack=pack, trial=trial, only=only, force=force, fresh=fresh,
+        keep_all=keep_all, tuned_pack=tuned_pack,
     )  # fmt: skip
 
     def say(text: str) -> None:
@@ -102,6 +104,12 @@ def tune(
 
 def _listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _range(option: str, text: str) -> tuple[int, int]:
+    if not (match := re.fullmatch(r"(\d+):(\d+)", text)):
+        raise typer.BadParameter(f"{option} {text!r}: two numbers are expected, such as 1:4096")
+    return int(match[1]), int(match[2])
 
 
 class _Reporter:

@@ -1,4 +1,5 @@
-"""Convolutions that are measured: random layers of each kind, over the whole range of sizes.
+"""Convolutions that are measured: random layers of each kind, over the whole range of sizes, or a
+model's own layers on images of many sizes.
 
 Weights are constants, stored anew for the kernels, as those of almost every model are.
 """
@@ -6,12 +7,15 @@ Weights are constants, stored anew for the kernels, as those of almost every mod
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from .. import native
-from .shapes import NUMBERS, element_bytes
+from . import shapes
+from .shapes import NUMBERS, Shape, element_bytes
 from .spreading import farthest_first
 
 # Kinds of layers, with how many of each are measured for a way of holding numbers.
@@ -25,9 +29,56 @@ HEAVY: tuple[tuple[int, int, int, int, int, int], ...] = (
     (2, 512, 512, 64, 3, 1), (16, 512, 512, 14, 3, 1), (4, 384, 96, 56, 3, 1),
     (1, 96, 24, 180, 9, 1), (1, 256, 256, 128, 3, 1), (32, 512, 512, 7, 3, 1),
 )  # fmt: skip
+FEW_CHANNELS = 8  # of X, in a first layer
+# Images of a model's layers, in turn: how many, and the ratio of height to width.
+VIEWS = ((1, 1.0), (1, 0.7), (4, 1.4))
 LIGHT_KINDS = ("first", "depthwise", "transposed")
 TRIPLE = tuple[int, int, int]
 ONES: TRIPLE = (1, 1, 1)
+
+
+class Layer(NamedTuple):
+    """A Conv or ConvTranspose of a model: all but its images. `axes` are spatial ones, of which the
+    leading ones of `kernel` and so on are 1 where there are fewer than three; `c` and `k` are
+    channels of one group.
+    """
+
+    number: str
+    transposed: bool
+    axes: int
+    groups: int
+    c: int
+    k: int
+    kernel: TRIPLE
+    stride: TRIPLE = ONES
+    dilation: TRIPLE = ONES
+    padded: bool = False
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        if self.transposed:
+            return "transposed"
+        if self.c == 1 and self.groups > 1:
+            return "depthwise"
+        return "first" if self.groups == 1 and self.c <= FEW_CHANNELS else "conv"
+
+    @property
+    def is_product(self) -> bool:
+        """Whether sessions multiply: one pixel of X for each pixel of Y."""
+        plain = not (self.transposed or self.padded) and self.kernel == self.stride == ONES
+        return plain and self.groups == 1
+
+    def shape(self, images: int, height: int, width: int, depth: int = 1) -> ConvShape:
+        """On images whose Y has about so many pixels along each axis."""
+        size = [
+            max(1, round(pixels / stride)) if self.transposed else pixels * stride
+            for pixels, stride in zip((depth, height, width), self.stride, strict=True)
+        ]
+        return ConvShape(
+            self.number, self.kind, images, self.groups, self.c, self.k,
+            (size[0], size[1], size[2]), self.kernel, self.stride, self.dilation,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
@@ -161,6 +212,32 @@ def spread(shapes: list[ConvShape]) -> list[ConvShape]:
     """The same shapes, each as far as possible from those before it."""
     points = np.array([shape.sizes for shape in shapes])
     return [shapes[index] for index in farthest_first(points)]
+
+
+def for_layers(
+    layers: Sequence[Layer], pixels: Sequence[int]
+) -> dict[tuple[str, str, bool], list[ConvShape] | list[Shape]]:
+    """The shapes of a model's layers by group, each layer with about so many pixels of Y in all:
+    products (of W and the pixels) of those that sessions multiply.
+    """
+    products: dict[tuple[str, str, bool], dict[Shape, None]] = {}
+    convolutions: dict[tuple[str, str, bool], dict[ConvShape, None]] = {}
+    for layer in dict.fromkeys(layers):
+        for turn, count in enumerate(pixels):
+            if layer.is_product:
+                product = Shape(layer.number, "nn", layer.k, count, layer.c)
+                products.setdefault(product.group, {})[product] = None
+                continue
+            images, ratio = VIEWS[turn % len(VIEWS)]
+            of_image = max(1.0, count / images)
+            depth = round(of_image ** (1 / 3)) if layer.axes == 3 else 1
+            height = max(1, round(math.sqrt(of_image / depth * ratio))) if layer.axes > 1 else 1
+            width = max(1, round(of_image / depth / height))
+            shape = layer.shape(images, height, width, depth)
+            convolutions.setdefault(shape.group, {})[shape] = None
+    return {group: shapes.spread(list(found)) for group, found in products.items()} | {
+        group: spread(list(found)) for group, found in convolutions.items()
+    }
 
 
 def synthetic(number: str, seed: int = 0) -> dict[tuple[str, str, bool], list[ConvShape]]:

@@ -24,16 +24,16 @@ from .selecting import superfluous
 from .shapes import LAYOUTS, NUMBERS
 from .vendor_timings import vendor_costs
 from .verifying import Verified, fresh, verify
-from .weights import Weight, weights
+from .weights import weights
 from .work import AnyShape
 
 SLOWEST = 2.5  # candidates predicted to take more times the best are not tried
 LONGEST_US = 800.0  # longer products show nothing that shorter ones do not
 MEMORY_SHARE = 0.5  # of the free device memory, that operands may take
 COPIED_BYTES = 1 << 29  # to measure the bandwidth: far beyond L2
-HEIGHTS_CHECKED = 17  # row counts of a model's weights, most of them not those measured
+HEIGHTS, HEIGHTS_CHECKED = 12, 17  # row and pixel counts of a model's weights, measured and checked
 VERIFY_SHARE = 0.1  # of the budget, on top of it
-ROWS = (1, 4096)
+ROWS, PIXELS = (1, 4096), (64, 65536)
 
 Report = Callable[[int, int, str], None]  # done, in all, what
 
@@ -48,6 +48,7 @@ class Options:
     operations: tuple[str, ...] = ()  # of tables.OPERATIONS; empty: all, or those of the model
     model: Path | None = None
     rows: tuple[int, int] = ROWS  # range of M, with a model
+    pixels: tuple[int, int] = PIXELS  # range of a convolution's output pixels, with a model
     minutes: float = 20.0
     output: Path | None = None  # folder of the table; None: the user's
     pack: Path | None = None  # None: the current one, built if need be
@@ -74,13 +75,19 @@ class Options:
                 "tuning some kernels only, or kernels on trial, needs --output: the table is not "
                 "one for the sessions of this machine"
             )
-        if self.model is not None and self.operations == ("conv",):
-            raise ArgumentError(
-                "--model measures the weights of its products; convolutions are tuned without it"
-            )
-        low, high = self.rows
-        if not 1 <= low <= high:
-            raise ArgumentError(f"rows from {low} to {high}: a range from 1 up is accepted")
+        for what, (low, high) in (("rows", self.rows), ("pixels", self.pixels)):
+            if not 1 <= low <= high:
+                raise ArgumentError(f"{what} from {low} to {high}: a range from 1 up is accepted")
+
+    @property
+    def convolves(self) -> bool:
+        """Whether convolutions are asked for: not where only a layout of products is."""
+        return "conv" in (self.operations or ("conv",) * (not self.layouts))
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether products are asked for."""
+        return "gemm" in (self.operations or tables.OPERATIONS)
 
 
 @dataclass(frozen=True)
@@ -214,8 +221,7 @@ def refit(
 def _groups(options: Options) -> dict[Group, list[AnyShape]]:
     """The shapes to measure by group, the most telling first."""
     if options.model is not None:
-        found = shapes.for_weights(_weights(options), shapes.heights(*options.rows))
-        return {group: list(of_group) for group, of_group in found.items()}
+        return _of_model(options, HEIGHTS)
     return _synthetic(options, options.layouts or LAYOUTS, seed=0)
 
 
@@ -223,32 +229,39 @@ def _synthetic(options: Options, layouts: Sequence[str], seed: int) -> dict[Grou
     """Products, and convolutions where no layout of products is asked for by name."""
     found: dict[Group, list[AnyShape]] = {}
     for number in options.numbers or NUMBERS:
-        if "gemm" in (options.operations or tables.OPERATIONS):
+        if options.multiplies:
             for layout in layouts:
                 found |= {g: list(s) for g, s in shapes.synthetic(number, layout, seed).items()}
-        convolves = "conv" in (options.operations or tables.OPERATIONS)
-        if convolves and (options.operations or not options.layouts):
+        if options.convolves:
             found |= {g: list(s) for g, s in conv_shapes.synthetic(number, seed).items()}
     return found
 
 
-def _weights(options: Options) -> list[Weight]:
-    """Those of the model that are asked for."""
+def _of_model(options: Options, count: int) -> dict[Group, list[AnyShape]]:
+    """The shapes of the model's weights that are asked for, at so many row and pixel counts."""
     assert options.model is not None
     numbers, layouts = options.numbers or tuple(NUMBERS), options.layouts or LAYOUTS
     both = {ieee for ieee in (False, True) if ("f32ieee" if ieee else "f32") in options.numbers}
-    wanted = [
-        weight
-        for ieee in sorted(both or {False})
-        for weight in weights(options.model, ieee)
-        if weight[0] in numbers and weight[1] in layouts
-    ]
-    if not wanted:
+    found: dict[Group, dict[AnyShape, None]] = {}
+    rows, pixels = (shapes.heights(*r, count=count) for r in (options.rows, options.pixels))
+    for ieee in sorted(both or {False}):
+        own = weights(options.model, ieee)
+        matrices = [w for w in own.matrices if w[0] in numbers and w[1] in layouts]
+        layers = [layer for layer in own.layers if layer.number in numbers]
+        for of_groups in (
+            shapes.for_weights(matrices, rows), conv_shapes.for_layers(layers, pixels)
+        ):  # fmt: skip
+            for group, of_group in of_groups.items():
+                wanted = options.convolves if _convolves(group) else options.multiplies
+                if wanted and (_convolves(group) or group[1] in layouts):
+                    found.setdefault(group, {}).update(dict.fromkeys(of_group))
+    if not found:
         raise ArgumentError(
-            f"no weight of {options.model} is of dtype {', '.join(numbers)} and layout "
-            f"{', '.join(layouts)}: leave --dtype and --layout out to take all of them"
+            f"no weight of {options.model} is of dtype {', '.join(numbers)}, layout "
+            f"{', '.join(layouts)} and operation {', '.join(options.operations) or 'gemm, conv'}: "
+            "leave --dtype, --layout and --op out to take all of them"
         )
-    return wanted
+    return {group: list(of_group) for group, of_group in found.items()}
 
 
 def _others(
@@ -256,9 +269,8 @@ def _others(
 ) -> dict[Group, list[AnyShape]]:
     """Shapes to check the table with: of the same groups, or of the same weights."""
     if options.model is not None:
-        rows = shapes.heights(*options.rows, count=HEIGHTS_CHECKED)
-        weighed = shapes.for_weights(_weights(options), rows)
-        return {group: list(of_group) for group, of_group in weighed.items()}
+        found = _of_model(options, HEIGHTS_CHECKED)
+        return {group: found[group] for group in groups if group in found}
     layouts = [layout for layout in options.layouts or LAYOUTS if layout not in shapes.LIGHT]
     found = _synthetic(options, layouts, seed=1)
     return {group: found[group] for group in groups if group in found}

@@ -139,8 +139,9 @@ class Guarded:
 
 
 def check(
-    case: ConvCase, pack: native.Pack, device: native.Device, *, kernel: int = -1, split: int = 0
-) -> tuple[native.Plan, Array]:
+    case: ConvCase, pack: native.Pack, device: native.Device, *, kernel: int = -1, split: int = 0,
+    plan: native.Plan | None = None,
+) -> tuple[native.Plan, Array]:  # fmt: skip
     """Plans and runs a convolution that is no matrix product, and compares; the plan and Y."""
     x, w, bias = case.operands()
     problem = case.problem()
@@ -156,7 +157,7 @@ def check(
             native.conv_pack(conv, weights.address, packed.address)
             conv, weights = stored, packed
     y = Guarded(np.full(problem.output, np.nan, x.dtype), shift=case.seed % 7)
-    plan = pack.plan_conv(device, conv, kernel=kernel, split=split)
+    plan = plan or pack.plan_conv(device, conv, kernel=kernel, split=split)
     interpreter.run_conv(
         pack, conv, plan, images.address, weights.address,
         None if bias is None else bias.ctypes.data, y.address,

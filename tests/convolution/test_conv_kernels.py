@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ TF32, IEEE = native.Precision.TF32, native.Precision.IEEE
 
 
 @functools.cache
-def catalog(sm: int) -> native.Pack:
+def catalog(sm: int, *, trial: bool = False) -> native.Pack:
     """The kernels without code, in a file that no other checkout on this machine writes."""
-    kernels = compiling.catalog_kernels(sm)
+    kernels = compiling.catalog_kernels(sm, trial=trial)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / packs.pack_name(sm)
         pack_format.write_pack(path, sm, kernels, key="0" * 64, triton="none")
@@ -60,8 +61,8 @@ def cases(draw: st.DrawFn, most_taps: int = 12) -> ConvCase:
     return ConvCase(
         size, kernel,
         c=1 if depthwise else draw(c), k=draw(st.integers(1, 3) if depthwise else k),
-        n=draw(st.integers(1, 2)),
-        groups=draw(st.integers(2, 5) if depthwise else st.integers(1, 2)),
+        n=draw(st.integers(1, 4)),
+        groups=draw(st.integers(2, 5) if depthwise else st.integers(1, 3)),
         strides=strides, dilations=dilations, pads=pads, transposed=transposed,
         output_padding=padding if transposed else (), bias=draw(st.booleans()),
         dtype=draw(st.sampled_from([F16, BF16, F32])),
@@ -76,6 +77,16 @@ def cases(draw: st.DrawFn, most_taps: int = 12) -> ConvCase:
     case=ConvCase((5, 5), (3, 3), c=16, k=20, pads=(1, 1, 1, 1), dtype=F16, packed=True), gpu="H200"
 )
 @example(case=ConvCase((1,), (1,), transposed=True), gpu="L4")
+@example(  # a tile of many images, another one of parts of two
+    case=ConvCase((3, 3), (2, 2), c=5, k=7, n=37, groups=2, bias=True, dtype=F16, packed=True),
+    gpu="H200",
+)
+@example(
+    case=ConvCase(
+        (3, 2), (3, 2), c=3, k=4, n=19, groups=2, strides=(2, 3), transposed=True, dtype=BF16
+    ),
+    gpu="H200",
+)
 def test_planned_convolutions_are_computed(case: ConvCase, gpu: str) -> None:
     device = devices.lookup(gpu)
     assume(case.problem().product is None)
@@ -88,7 +99,7 @@ def test_any_kernel_that_takes_a_convolution_computes_it(
     case: ConvCase, gpu: str, data: st.DataObject
 ) -> None:
     device = devices.lookup(gpu)
-    pack = catalog(device.sm)
+    pack = catalog(device.sm, trial=True)
     conv = case.problem().conv
     if case.packed:
         conv, _ = native.conv_packed(conv)
@@ -101,6 +112,42 @@ def test_any_kernel_that_takes_a_convolution_computes_it(
                 continue  # not this one
             able.append(index)
     check(case, pack, device, kernel=data.draw(st.sampled_from(able)))
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (2, 3), (4, 3), (2, 2, 3), (7, 5)])
+def test_depthwise_rows_at_once(kernel: tuple[int, ...]) -> None:
+    """Fewer, as many and more rows of taps than are loaded at once; several planes."""
+    device = devices.lookup("H200")
+    pack = catalog(device.sm, trial=True)
+    size = tuple(taps + 4 for taps in kernel)
+    for index, record in enumerate(pack.kernels):
+        if record.family == native.Family.CONV_DEPTHWISE and record.stages > 1:
+            if record.bk != kernel[-1]:
+                continue
+            dtype = native.Dtype(record.dtype)
+            check(ConvCase(size, kernel, k=2, groups=3, n=2, dtype=dtype), pack, device,
+                  kernel=index)  # fmt: skip
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_regions_begin_at_any_image_and_group(transposed: bool) -> None:
+    """A plan cut by hand, in images and groups: together they make the whole."""
+    device = devices.lookup("H200")
+    pack = catalog(device.sm)
+    case = ConvCase(
+        (4, 5), (3, 2), c=5, k=6, n=7, groups=3, transposed=transposed, bias=True, dtype=F16
+    )
+    pixels = math.prod(case.problem().conv.out)
+    plan = native.Plan()
+    for image, images in ((0, 2), (2, 5)):
+        for z, groups in ((0, 1), (1, 2)):
+            part = replace(case, n=images, groups=groups).problem().conv
+            (region,) = pack.plan_conv(device, part).regions
+            region.n0, region.z0 = image * pixels, z
+            plan._regions[plan.region_count] = region
+            plan.region_count += 1
+    assert plan.region_count == 4
+    check(case, pack, device, plan=plan)
 
 
 @pytest.mark.parametrize("dtype", list(native.Dtype))

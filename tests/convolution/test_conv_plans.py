@@ -45,20 +45,30 @@ def test_every_output_is_covered_once(conv: native.Conv, gpu: str) -> None:
             pack.plan_conv(device, conv)
         return
     plan = pack.plan_conv(device, conv)
-    covered = 0
+    pixels = math.prod(conv.out)
+    depthwise = False
+    covered = []  # (first image, images), (first entry, entries)
     for region in plan.regions:
         kernel = pack.kernels[region.kernel]
         depthwise = native.Family(kernel.family) >= native.Family.CONV_DEPTHWISE
-        assert (region.m0, region.n0, region.z0) == (0, 0, covered)
+        assert region.m0 == 0
         assert region.m == (conv.groups * conv.k if depthwise else conv.k)
-        assert region.n == math.prod(conv.out)
-        tiles = -(-region.m // kernel.bm) * -(-region.n // kernel.bn)
-        assert region.grid == tiles * region.z * region.split < 2**31
+        assert region.n0 % pixels == region.n % pixels == 0
+        tiles = -(-region.m // kernel.bm) * -(-region.n // kernel.bn) * region.z
+        assert region.n + kernel.bn < 2**31
+        assert region.grid == tiles * region.split < 2**31
         assert (region.split > 1) == bool(kernel.split_k)
-        assert region.counters == (tiles * region.z if region.split > 1 else 0)
-        covered += region.z
-        entries = conv.n if depthwise else conv.n * conv.groups
-    assert covered == entries
+        assert region.counters == (tiles if region.split > 1 else 0)
+        columns, entries = (region.n0 // pixels, region.n // pixels), (region.z0, region.z)
+        assert not depthwise or columns == (0, 1)
+        covered.append((columns, entries))
+    images, entries = (1, conv.n) if depthwise else (conv.n, conv.groups)
+    # In rows of images, each cut into the same stretches of entries.
+    at = (0, 0)
+    for (image, count), (z, stretch) in covered:
+        assert (image, z) == at
+        at = (image, z + stretch) if z + stretch < entries else (image + count, 0)
+    assert at == (images, 0)
     assert plan.predicted_us > 0
     assert pack.plan_conv(device, conv, flags=1).workspace_bytes == 0
 
@@ -139,6 +149,44 @@ def test_channels_of_many_pixels_go_to_kernels_with_wide_addresses() -> None:
         names[side] = pack.kernels[pack.plan_conv(device, conv).regions[0].kernel].name
     assert "_a16" in names[5000]
     assert "_a2" in names[9000]
+
+
+def test_many_images_are_cut_into_launches() -> None:
+    """Their pixels, and those that fill the last tile, are counted in 32 bits."""
+    pack, device = catalog(90), devices.lookup("H200")
+    attributes = native.ConvAttributes.of_node(False, pads=[1, 1, 1, 1])
+    shape = [200_000, 8, 128, 128]
+    conv = native.conv_problem(shape, [8, 8, 3, 3], attributes, native.Dtype.F16).conv
+    plan = pack.plan_conv(device, conv)
+    first, second = plan.regions
+    assert (first.n0, second.n0, first.n + second.n) == (0, first.n, 200_000 * 128 * 128)
+    assert first.n % (128 * 128) == 0
+    assert first.n > 2**31 - 2 * 128 * 128
+    assert plan.predicted_us == pytest.approx(first.predicted_us + second.predicted_us)
+    conv.n *= 20
+    with pytest.raises(ProblemError, match="needs more than 16 launches"):
+        pack.plan_conv(device, conv)
+
+
+def test_images_too_large_for_a_tile_of_two_go_to_kernels_with_wide_addresses() -> None:
+    pack, device = catalog(90), devices.lookup("H200")
+    attributes = native.ConvAttributes.of_node(False, pads=[1, 1, 1, 1])
+    names = {}
+    for images, channels in ((1, 256), (2, 256), (2, 64)):
+        shape = [images, channels, 3000, 3000]
+        conv = native.conv_problem(shape, [64, channels, 3, 3], attributes, native.Dtype.F16).conv
+        conv, _ = native.conv_packed(conv)
+        plan = pack.plan_conv(device, conv)
+        names[images, channels] = pack.kernels[plan.regions[0].kernel].name
+    assert "_a16" in names[1, 256]
+    assert "_a2" in names[2, 256]
+    assert "_a16" in names[2, 64]
+    shape = [2, 64, 3000, 3000]
+    conv = native.conv_problem(shape, [300, 64, 3, 3], attributes, native.Dtype.F16).conv
+    conv, _ = native.conv_packed(conv)
+    index = next(i for i, k in enumerate(pack.kernels) if k.name.startswith("conv_f16_64x64x32"))
+    with pytest.raises(KernelMissingError, match="images too large"):
+        pack.plan_conv(device, conv, kernel=index)
 
 
 def test_no_images_launch_nothing() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import assume, given, settings
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
@@ -24,9 +25,11 @@ from moonpoly_ort.tuning import (
     measuring,
     running,
     selecting,
+    weights,
     work,
 )
 from moonpoly_ort.tuning.conv_shapes import ConvShape
+from moonpoly_ort.tuning.shapes import Shape
 from tests.convolution.conv_case import ConvCase, exact
 from tests.convolution.test_conv_kernels import cases
 from tests.tuning.host_gpu import HostGpu, HostLauncher
@@ -290,6 +293,58 @@ def test_groups_of_both_operations_are_measured() -> None:
     assert {group[1] for group in products} == {"nn"}
     with pytest.raises(MoonPolyError, match="unknown operation"):
         running.Options(operations=("pool",))
+
+
+def test_a_models_layers_on_images_of_many_sizes(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 8, opset_import: ["" : 18]>
+    net (float[n, 4, t] x, float[n, 6, d, h, w] v, float[n, 8, a, b] u, float[6, 3, 1, 1, 1] fed)
+        => (float[n, 6, l] y, float z, float p, float q)
+    { y = Conv <strides = [3], dilations = [2]> (x, line)
+      z = Conv <group = 2, strides = [1, 2, 2]> (v, volume)
+      p = Conv (u, point)
+      q = Conv <group = 2> (v, fed) }
+    """
+    model = onnx.parser.parse_model(text)
+    for name, shape in (("line", (6, 4, 5)), ("volume", (4, 3, 3, 3, 3)), ("point", (5, 8, 1, 1))):
+        model.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.zeros(shape, np.float32), name)
+        )
+    path = tmp_path / "net.onnx"
+    onnx.save(model, path)
+    found = weights.weights(model)
+    assert found.matrices == ()
+    line, volume, point = found.layers  # the one that is fed has no size
+    assert line == conv_shapes.Layer(
+        "f32", False, 1, 1, 4, 6, (1, 1, 5), (1, 1, 3), (1, 1, 2), padded=False
+    )
+    assert (volume.kind, volume.axes, volume.kernel) == ("conv", 3, (3, 3, 3))
+    assert (line.kind, point.is_product, line.is_product) == ("first", True, False)
+    assert weights.weights(model, ieee=True).layers[0].number == "f32ieee"
+
+    counts = [64, 500, 4096, 65536]
+    groups = conv_shapes.for_layers(found.layers, counts)
+    assert set(groups) == {
+        ("f32", "first", False), ("f32", "conv", False), ("f32", "nn", False)
+    }  # fmt: skip
+    assert {(s.m, s.n, s.k) for s in groups["f32", "nn", False] if isinstance(s, Shape)} == {
+        (5, count, 8) for count in counts
+    }
+    for shape in (s for group in groups.values() for s in group if isinstance(s, ConvShape)):
+        pixels = shape.n * math.prod(shape.problem().out)
+        assert any(0.6 * count < pixels < 1.6 * count for count in counts), shape
+        assert shape.size[0] == 1 or shape.kernel == volume.kernel
+
+    chosen = running.Options(model=path, operations=("conv",), pixels=(64, 512))
+    assert {group[1] for group in running._groups(chosen)} == {"first", "conv"}
+    chosen = running.Options(model=path, operations=("gemm",))
+    assert {group[1] for group in running._groups(chosen)} == {"nn"}
+    both = running._groups(running.Options(model=path, numbers=("f32", "f32ieee")))
+    assert {group[0] for group in both} == {"f32", "f32ieee"}
+    with pytest.raises(MoonPolyError, match=r"no weight of .*net\.onnx is of dtype f16"):
+        running._groups(running.Options(model=path, numbers=("f16",)))
+    with pytest.raises(MoonPolyError, match="pixels from 0 to 4"):
+        running.Options(pixels=(0, 4))
 
 
 def test_kernels_of_the_groups_are_checked(pack: native.Pack) -> None:

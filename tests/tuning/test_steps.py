@@ -410,7 +410,7 @@ def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
     """
     path = tmp_path / "g.onnx"
     onnx.save(onnx.parser.parse_model(text), path)
-    with pytest.raises(errors.InputError, match=r"g\.onnx has no MatMul or Gemm"):
+    with pytest.raises(errors.InputError, match=r"g\.onnx has no MatMul, Gemm, Conv"):
         weights.weights(path)
 
 
@@ -436,5 +436,5 @@ def test_a_models_weights_are_found_in_subgraphs_and_constants() -> None:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    assert sorted(weights.weights(model)) == [("f32", "nn", 16, 8), ("f32", "nn", 24, 8)]
-    assert {number for number, *_ in weights.weights(model, ieee=True)} == {"f32ieee"}
+    assert sorted(weights.weights(model).matrices) == [("f32", "nn", 16, 8), ("f32", "nn", 24, 8)]
+    assert {number for number, *_ in weights.weights(model, ieee=True).matrices} == {"f32ieee"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from conv_launches import compute, decode, fake_cubin, size_of
 from fake_gpu import Aligned, driver, launches
 from fake_ort import Context, FakeOrt
 from moonpoly_ort.custom_ops.kernels import compiling, pack_format
 from moonpoly_ort.custom_ops.kernels.pack_format import Param
 from moonpoly_ort.graph_passes.operators import OPERATORS
-from reference import DTYPES, view
+from reference import DTYPES
 
 from moonpoly_ort import native
 from moonpoly_ort.errors import ProblemError
@@ -26,21 +26,13 @@ STREAM = 0x5EED
 Array = npt.NDArray[Any]
 
 
-def size_of(param: Param) -> int:
-    pointers = (Param.CONV_X, Param.CONV_W, Param.CONV_Y, Param.CONV_BIAS)
-    others = (Param.PTR_WORKSPACE, Param.PTR_COUNTERS, Param.NULL)
-    return 8 if param in pointers + others or param >= Param.CONV_CHANNEL else 4
-
-
 @pytest.fixture(scope="module")
 def pack_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels of the catalog, with code that the fake driver takes."""
     kernels = []
     for kernel in compiling.catalog_kernels(90):
-        sizes = [size_of(param) for param in kernel.params]
         if kernel.spec.family.convolves:
-            cubin = b"FAKE" + struct.pack(f"<{len(sizes) + 1}i", len(sizes), *sizes)
-            kernels.append(replace(kernel, entry="kernel", cubin=cubin))
+            kernels.append(replace(kernel, entry="kernel", cubin=fake_cubin(kernel)))
     path = tmp_path_factory.mktemp("pack") / "sm_90.mpk"
     pack_format.write_pack(path, 90, kernels, key="0" * 64, triton="none")
     return path
@@ -56,18 +48,6 @@ def clean() -> None:
 @cache
 def open_pack(path: Path) -> native.Pack:
     return native.Pack(path)
-
-
-def decode(raw: list[bytes], params: tuple[Param, ...]) -> dict[Param, int]:
-    assert [len(value) for value in raw] == [size_of(param) for param in params]
-    return {
-        param: struct.unpack("<q" if len(value) == 8 else "<i", value)[0]
-        for param, value in zip(params, raw, strict=True)
-    }
-
-
-def axes(values: dict[Param, int], first: Param) -> list[int]:
-    return [values[Param(first + axis)] for axis in range(3)]
 
 
 def execute(path: Path, dtype: native.Dtype, transposed: bool) -> int:
@@ -94,56 +74,8 @@ def execute(path: Path, dtype: native.Dtype, transposed: bool) -> int:
                 tiled.append(launch.grid // tiles)
         assert tiled
         weight = values[Param.CONV_W]
-        _compute(values, DTYPES[dtype], min(tiled), depthwise, transposed)
+        compute(values, DTYPES[dtype], min(tiled), depthwise, transposed)
     return weight
-
-
-def _compute(
-    v: dict[Param, int], dtype: np.dtype[Any], entries: int, depthwise: bool, transposed: bool
-) -> None:
-    size = dtype.itemsize
-    inside, kernel = axes(v, Param.CONV_IN_D), axes(v, Param.CONV_KERNEL_D)
-    stride, dilation = axes(v, Param.CONV_STRIDE_D), axes(v, Param.CONV_DILATION_D)
-    pad = axes(v, Param.CONV_PAD_D)
-    out_h, out_w, pixels = v[Param.CONV_OUT_H], v[Param.CONV_OUT_W], v[Param.N]
-    assert v[Param.CONV_CHANNEL] == np.prod(inside)
-    rows = v[Param.M]
-    groups = rows // v[Param.CONV_K] if depthwise else v[Param.CONV_GROUPS]
-    k = rows // groups if depthwise else rows
-    c = 1 if depthwise else v[Param.CONV_C]
-    steps = (v.get(Param.CONV_W_C, 0), v[Param.CONV_W_H], v[Param.CONV_W_W])
-    for z in range(v[Param.Z0], v[Param.Z0] + entries):
-        images = [(z, g) for g in range(groups)] if depthwise else [divmod(z, groups)]
-        for n, g in images:
-            x = view(v[Param.CONV_X] + (n * groups + g) * c * v[Param.CONV_CHANNEL] * size,
-                     (c, *inside), (v[Param.CONV_CHANNEL], inside[1] * inside[2], inside[2], 1),
-                     dtype).astype(np.float64)  # fmt: skip
-            w = view(v[Param.CONV_W] + g * v[Param.CONV_W_G] * size,
-                     (k, c, kernel[0], kernel[1], kernel[2]),
-                     (v[Param.CONV_W_K], steps[0], kernel[1] * steps[1], *steps[1:]),
-                     dtype).astype(np.float64)  # fmt: skip
-            y = np.zeros((k, pixels))
-            for p in range(pixels):
-                at_out = (p // (out_h * out_w), p // out_w % out_h, p % out_w)
-                for tap in np.ndindex(*kernel):
-                    place = []
-                    for axis in range(3):
-                        if transposed:
-                            reach = at_out[axis] + pad[axis] - tap[axis] * dilation[axis]
-                            here, rest = divmod(reach, stride[axis])
-                            place.append(here if rest == 0 else -1)
-                        else:
-                            place.append(
-                                at_out[axis] * stride[axis] - pad[axis] + tap[axis] * dilation[axis]
-                            )
-                    if all(0 <= i < s for i, s in zip(place, inside, strict=True)):
-                        y[:, p] += w[:, :, *tap] @ x[:, *place]
-            if v[Param.CONV_HAS_BIAS]:
-                bias = view(v[Param.CONV_BIAS] + g * k * size, (k,), (1,), dtype)
-                y += bias.astype(np.float64)[:, None]
-            target = view(v[Param.CONV_Y] + (n * groups + g) * k * pixels * size, (k, pixels),
-                          (pixels, 1), dtype)  # fmt: skip
-            target[...] = y.astype(dtype)
 
 
 def array(*shape: int, seed: int = 0) -> Aligned:
@@ -261,6 +193,32 @@ def test_without_repacking_a_constant_weight_is_read_as_it_is(pack_path: Path) -
     ort.destroy(op, kernel)
 
 
+def test_a_region_begins_at_an_image_of_its_own(pack_path: Path) -> None:
+    pack = open_pack(pack_path)
+    attributes = native.ConvAttributes.of_node(False, pads=[1, 1, 1, 1])
+    x, w, y = array(5, 6, 5, 4), array(8, 6, 3, 3), array(5, 8, 5, 4)
+    device, problems = native.device_query(0), {}
+    for images in (2, 3, 5):
+        problems[images] = native.conv_problem(
+            [images, 6, 5, 4], [8, 6, 3, 3], attributes, native.Dtype.F16
+        ).conv
+    plan = native.Plan()
+    for first, images in ((0, 2), (2, 3)):
+        (region,) = pack.plan_conv(device, problems[images], flags=1).regions
+        region.n0 = first * 20
+        plan._regions[first // 2] = region
+    plan.region_count = 2
+    driver.fake_reset()
+    with native.Launcher(pack) as launcher:
+        launcher.launch_conv(
+            problems[5], plan, x=x.address, w=w.address, y=y.address, stream=STREAM
+        )
+    assert len(launches()) == 2
+    execute(pack_path, native.Dtype.F16, False)
+    want = expected(x, w, None, False, pads=[1, 1, 1, 1])
+    np.testing.assert_allclose(y.array, want, rtol=2e-2, atol=2e-2)
+
+
 def test_a_weight_that_is_not_where_it_says_is_refused(pack_path: Path) -> None:
     pack = open_pack(pack_path)
     attributes = native.ConvAttributes.of_node(False, strides=[2, 2])
@@ -290,6 +248,8 @@ def test_an_empty_output_launches_nothing(pack_path: Path) -> None:
         (lambda plan: setattr(plan._regions[0], "kernel", 9999), "names kernel 9999"),
         (lambda plan: setattr(plan._regions[0], "m", 3), "lies outside the convolution"),
         (lambda plan: setattr(plan._regions[0], "z", 3), "lies outside the convolution"),
+        (lambda plan: setattr(plan._regions[0], "n0", 6), "lies outside the convolution"),
+        (lambda plan: setattr(plan._regions[0], "n", 5), "cuts an image"),
         (lambda plan: setattr(plan._regions[0], "grid", 0), "lies outside the convolution"),
         (lambda plan: setattr(plan, "region_count", 99), "0 to 16 regions"),
         (lambda plan: setattr(plan, "workspace_bytes", 64), "needs 64 bytes of workspace"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from moonpoly_ort import errors, native, packs, tables, tuning
 from moonpoly_ort.cli import app
-from moonpoly_ort.tuning import candidates, cuda, journal, measuring, running, shapes
+from moonpoly_ort.tuning import candidates, conv_shapes, cuda, journal, measuring, running, shapes
 
 EFFORT = measuring.Effort(quick_replays=2, finalists=3, rounds=2, chunk=1 << 20)
 SIZES = [(1, 64, 64), (37, 256, 512), (300, 512, 256), (17, 129, 64), (64, 128, 1024)]
@@ -301,6 +302,61 @@ def test_a_models_weights(pack: Path, bench: Bench, tmp_path: Path) -> None:
         tuning.tune(options(pack, model=path, numbers=("f32",)))
 
 
+def few_convolutions(kernel: pack_format.PackedKernel) -> bool:
+    """For fp16: one of every sort, and some for the products of a 1 x 1 layer."""
+    spec = kernel.spec
+    if not spec.family.convolves:
+        return wanted(kernel) and (spec.bm, spec.bn) == (64, 64)
+    return str(spec.dtype) == "f16" and spec.bm <= 64 and (spec.bk in (1, 3) or spec.align_a == 16)
+
+
+def test_a_models_convolutions(tmp_path: Path) -> None:
+    text = """
+    <ir_version: 8, opset_import: ["" : 17]>
+    cnn (float16[n, 3, h, w] x) => (float16[n, 8, y, z] o)
+    { a = Conv <strides = [2, 2], pads = [1, 1, 1, 1]> (x, first)
+      b = Conv <pads = [1, 1, 1, 1]> (a, dense)
+      c = Conv <group = 32, pads = [1, 1, 1, 1]> (b, deep)
+      d = Conv (c, point)
+      o = ConvTranspose <strides = [2, 2]> (d, up) }
+    """
+    model = onnx.parser.parse_model(text)
+    sizes = {"first": (48, 3, 3, 3), "dense": (32, 48, 3, 3), "deep": (32, 1, 3, 3),
+             "point": (24, 32, 1, 1), "up": (24, 8, 2, 2)}  # fmt: skip
+    for name, shape in sizes.items():
+        model.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.zeros(shape, np.float16), name)
+        )
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    pack = write_pack(tmp_path / "sm_90.mpk", few_convolutions)
+    bench = Bench(pack, tmp_path)
+    chosen = {"model": path, "pixels": (100, 3000), "layouts": ()}
+    with bench.installed():
+        outcome = tuning.tune(options(pack, **chosen))
+    assert (outcome.blocked, outcome.left) == ({}, 0)
+    timings = journal.read(outcome.journal).timings
+    timed = [shape for shape in timings if isinstance(shape, conv_shapes.ConvShape)]
+    kinds = {shape.kind: shape for shape in timed}
+    assert set(kinds) == {"first", "conv", "depthwise", "transposed"}
+    first, deep, up = (kinds[kind] for kind in ("first", "depthwise", "transposed"))
+    assert (first.c, first.k, first.kernel, first.stride) == (3, 48, (1, 3, 3), (1, 2, 2))
+    assert (deep.groups, deep.c, deep.k) == (32, 1, 1)
+    assert (up.c, up.k, up.kernel) == (24, 8, (1, 2, 2))
+    for shape in timed:
+        assert 50 < math.prod(shape.problem().out) * shape.n < 4500, shape
+    products = [shape for shape in timings if isinstance(shape, shapes.Shape)]
+    assert {(s.layout, s.m, s.k) for s in products} == {("nn", 24, 32)}
+    assert outcome.convolutions is not None
+    assert outcome.convolutions.table.name == "conv__nvidia-h200.json"
+    assert outcome.convolutions.dropped == ()
+    assert outcome.convolutions.verified is not None  # the same layers on other images
+    assert {timed.name.split("_f16")[0] for _, timed in journal.rows(journal.read(outcome.journal))
+            } >= {"conv", "conv_taps4", "conv_depthwise", "conv_transposed"}  # fmt: skip
+    with pytest.raises(errors.ArgumentError, match="no weight"):
+        tuning.tune(options(pack, **chosen | {"numbers": ("bf16",)}))
+
+
 def test_a_part_of_the_kernels(pack: Path, bench: Bench, tmp_path: Path) -> None:
     whole = tuning.tune(options(pack, output=tmp_path))
     part = tuning.tune(options(pack, output=tmp_path, only="64x64x64"))
@@ -391,6 +447,7 @@ class TestCommand:
             (2, ["--layout", "xy"], "xy"),
             (2, ["--budget", "-1"], "positive"),
             (2, ["--rows", "many"], "1:4096"),
+            (2, ["--pixels", "9:3", "--pack", pack], "pixels from 9 to 3"),
             (2, ["--trial"], "--output"),
             (2, ["--only", "tma"], "--output"),
             (2, ["--trial", "--pack", pack], "either"),

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import conv_launches
 import numpy as np
 import tiny_pack as tp
-from fake_gpu import driver, execute, fake_cubin, launches
-from moonpoly_ort.custom_ops.kernels import compiling, pack_format
+from fake_gpu import Launch, driver, execute, fake_cubin, launches
+from moonpoly_ort.custom_ops.kernels import compiling, conv_spec, pack_format
+from moonpoly_ort.custom_ops.kernels.pack_format import Param
+from reference import DTYPES
 
 from moonpoly_ort import native
 
 Worker = ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int, ctypes.c_int)
 BANDWIDTH, LAUNCH_US = 4000.0, 1.25
+MOST_PRODUCTS = 20_000  # of matrices, for a convolution to be computed: those of the gate
 driver.fake_image.restype = ctypes.c_void_p
 driver.fake_live_allocations.restype = ctypes.c_int64
 
@@ -27,6 +32,10 @@ def write_pack(path: Path, wanted: Callable[[pack_format.PackedKernel], bool]) -
     kernels = []
     for kernel in filter(wanted, compiling.catalog_kernels(90)):
         spec = kernel.spec
+        if spec.family.convolves:
+            image = conv_launches.fake_cubin(kernel) + struct.pack("<i", len(kernels))
+            kernels.append(replace(kernel, cubin=image, entry="kernel"))
+            continue
         tiny = tp.TinyKernel(pack_format.FAMILY_CODE[spec.family], 0, 16, 16, 16)
         image = fake_cubin(tiny) + struct.pack("<i", len(kernels))
         boxes = ((spec.bk, spec.bm) if spec.trans_a else (spec.bm, spec.bk),
@@ -49,7 +58,7 @@ class Bench:
 
     def __init__(self, pack: Path, folder: Path, seed: int = 0) -> None:
         whole = pack_format.read_pack(pack)
-        self.pack = native.Pack(pack)
+        self.pack, self.stored = native.Pack(pack), whole.kernels
         self.device = native.device_query(0)
         rng = np.random.default_rng(seed)
         self.costs = np.zeros(len(whole.kernels), pack_format.COST)
@@ -87,6 +96,8 @@ class Bench:
         kernel = self.pack.kernels[index]
         if run:
             self.launched[kernel.name] += 1
+        if native.Family(kernel.family).convolves:
+            return self._convolve(index, launch, run)
         # Work on the operands of a timing is left out: what counts there is how long it takes.
         small = launch.grid <= 64
         values = execute(launch, kernel) if run and small else launch.decode(kernel)
@@ -94,6 +105,22 @@ class Bench:
             self.spoil(kernel.name, values)
         m, n, k = (values[code][0] for code in (tp.M, tp.N, tp.K))
         return self._us(index, kernel, launch.grid, m, n, k, values)  # type: ignore[arg-type]
+
+    def _convolve(self, index: int, launch: Launch, run: bool) -> float:
+        stored = self.stored[index]
+        spec = stored.spec
+        values = conv_launches.decode(launch.raw, stored.params)
+        split = values.get(Param.SPLIT, 1)
+        tiles = -(-values[Param.M] // spec.bm) * -(-values[Param.N] // spec.bn) * split
+        entries = launch.grid // tiles
+        transposed = conv_spec.is_transposed(spec.family)
+        conv = conv_launches.problem(values, entries, spec)
+        products = conv.n * conv.groups * math.prod(conv.out) * math.prod(conv.kernel)
+        if run and products < MOST_PRODUCTS:
+            dtype = DTYPES[native.Dtype(conv.dtype)]
+            conv_launches.compute(values, dtype, entries, spec.family.depthwise, transposed)
+        plan = self.hidden.plan_conv(self.device, conv, kernel=index, split=split)
+        return plan.predicted_us
 
     def _us(
         self, index: int, kernel: native.KernelRecord, grid: int, m: int, n: int, k: int,
