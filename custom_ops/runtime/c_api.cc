@@ -263,7 +263,7 @@ MP_EXPORT mp_status mp_launch(mp_launcher* launcher, const mp_problem* problem, 
     const moonpoly::Operands operands{a, b, problem->bias ? bias : nullptr, y,
                                       problem->residual ? residual : nullptr};
     device.launch(*problem, *plan, operands, workspace, counters,
-                  static_cast<moonpoly::CUstream>(stream), nullptr);
+                  static_cast<moonpoly::CUstream>(stream));
   });
 }
 

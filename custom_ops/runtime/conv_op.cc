@@ -15,26 +15,10 @@
 #include "ort.h"
 #include "pack.h"
 #include "planner.h"
-#include "problem_cache.h"
 #include "shape.h"
-#include "stats.h"
 
 namespace moonpoly {
 namespace {
-
-// A product that a node has met, its plan, and the tensor maps of its operands.
-struct MetProduct {
-  mp_problem problem;
-  unsigned uses;
-  std::shared_ptr<const Planned> planned;
-  TensorMapCache maps;
-};
-
-struct MetConv {
-  mp_conv problem;
-  unsigned uses;
-  std::shared_ptr<const PlannedConv> planned;
-};
 
 int32_t auto_pad_of(const std::string& value) {
   if (value.empty() || value == "NOTSET") return MP_NOTSET;
@@ -70,8 +54,8 @@ mp_conv_attributes read_attributes(const Ort& ort, const OrtKernelInfo* info, bo
 
 class ConvKernel {
  public:
-  ConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
-      : ort_(api),
+  ConvKernel(const ConvOp& op, const OrtKernelInfo* info)
+      : ort_(op.ort),
         structure_(*op.structure),
         epilogue_(read_epilogue(ort_, info, structure_)),
         attributes_(read_attributes(ort_, info, structure_.transposed())),
@@ -148,28 +132,6 @@ class ConvKernel {
     if (packed_conv(conv, &packed_strides_) > 0) packed_ = make(conv, w.data);
   }
 
-  template <typename Met, typename Cache, typename Planner, typename Problem>
-  std::shared_ptr<Met> meet(Cache& cache, const Planner& planner, const Problem& problem,
-                            unsigned uses) {
-    if (auto known = cache.find(problem, uses)) {
-      stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
-      return known;
-    }
-    auto fresh = std::make_shared<Met>();
-    fresh->problem = problem;
-    fresh->uses = uses;
-    fresh->planned = planner.planned(problem, uses);
-    cache.insert(fresh);
-    return fresh;
-  }
-  std::shared_ptr<MetConv> meet(const ConvPlanner& planner, const mp_conv& conv, unsigned uses) {
-    return meet<MetConv>(convolutions_, planner, conv, uses);
-  }
-  std::shared_ptr<MetProduct> meet(const Planner& planner, const mp_problem& problem,
-                                   unsigned uses) {
-    return meet<MetProduct>(products_, planner, problem, uses);
-  }
-
   const Ort ort_;
   std::shared_ptr<const Planner> planner_;
   std::shared_ptr<const ConvPlanner> conv_planner_;
@@ -177,13 +139,13 @@ class ConvKernel {
  private:
   // Kernels of products load rows of an odd number of pixels element by element, as those of
   // convolutions always do, but without loading ahead.
-  bool is_better_convolved(const Convolution& found, unsigned uses) {
+  bool is_better_convolved(const Convolution& found, unsigned uses) const {
     const mp_problem& p = found.product.problem;
     constexpr int64_t kHuge = 1 << 24;
     if (p.align_b == 16 || !found.w_is_a || out_pixels(found.conv) > kHuge) return false;
-    const auto convolved = meet(*conv_planner_, found.conv, uses);
-    const auto multiplied = meet(*planner_, p, uses);
-    return convolved->planned->plan.predicted_us < multiplied->planned->plan.predicted_us;
+    const auto convolved = conv_planner_->planned(found.conv, uses);
+    const auto multiplied = planner_->planned(p, uses);
+    return convolved->plan.predicted_us < multiplied->plan.predicted_us;
   }
 
   // Whether the sizes of X make no difference to that.
@@ -208,14 +170,12 @@ class ConvKernel {
   const Element element_;
   mp_conv packed_strides_{};
   std::unique_ptr<const PackedConvWeight> packed_;
-  ProblemCache<MetConv, 64> convolutions_;
-  ProblemCache<MetProduct, 64> products_;
 };
 
 class CudaConvKernel final : public ConvKernel {
  public:
-  CudaConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
-      : ConvKernel(op, api, info), allocator_(ort_, info) {
+  CudaConvKernel(const ConvOp& op, const OrtKernelInfo* info)
+      : ConvKernel(op, info), allocator_(ort_, info) {
     const int ordinal = ordinal_of(ort_, allocator_);
     mp_device device;
     query_device(ordinal, &device);
@@ -233,8 +193,8 @@ class CudaConvKernel final : public ConvKernel {
  private:
   void convolve(OrtKernelContext* context, const mp_conv& conv, const Operands& operands) override {
     const CUstream stream = stream_of(ort_, context);
-    const auto met = meet(*conv_planner_, conv, uses(context));
-    const mp_plan& plan = met->planned->plan;
+    const auto planned = conv_planner_->planned(conv, uses(context));
+    const mp_plan& plan = planned->plan;
     CurrentContext current(launcher_->context());
     const RunMemory memory = memory_for(context, stream, plan);
     launcher_->launch_conv(conv, plan, operands, memory.workspace(), memory.counters(), stream);
@@ -243,12 +203,11 @@ class CudaConvKernel final : public ConvKernel {
   void multiply(OrtKernelContext* context, const mp_problem& problem,
                 const Operands& operands) override {
     const CUstream stream = stream_of(ort_, context);
-    const auto met = meet(*planner_, problem, uses(context));
-    const mp_plan& plan = met->planned->plan;
+    const auto planned = planner_->planned(problem, uses(context));
+    const mp_plan& plan = planned->plan;
     CurrentContext current(launcher_->context());
     const RunMemory memory = memory_for(context, stream, plan);
-    launcher_->launch(problem, plan, operands, memory.workspace(), memory.counters(), stream,
-                      &met->maps);
+    launcher_->launch(problem, plan, operands, memory.workspace(), memory.counters(), stream);
   }
 
   // Of cuBLASLt nothing: products of pixels are not among those that it was measured on.
@@ -267,8 +226,7 @@ class CudaConvKernel final : public ConvKernel {
 
 class InterpretedConvKernel final : public ConvKernel {
  public:
-  InterpretedConvKernel(const ConvOp& op, const OrtApi* api, const OrtKernelInfo* info)
-      : ConvKernel(op, api, info) {
+  InterpretedConvKernel(const ConvOp& op, const OrtKernelInfo* info) : ConvKernel(op, info) {
     const auto [pack, device] = interpreted_on(*op.settings);
     pack_ = pack;
     planner_ = pack_->planner(device);
@@ -280,15 +238,15 @@ class InterpretedConvKernel final : public ConvKernel {
 
  private:
   void convolve(OrtKernelContext*, const mp_conv& conv, const Operands& operands) override {
-    const auto met = meet(*conv_planner_, conv, kUsesWorkspace);
+    const auto planned = conv_planner_->planned(conv, kUsesWorkspace);
     // The function takes X first.
     const Operands x_first{operands.b, operands.a, operands.bias, operands.y, operands.residual};
-    interpret(conv_interpreter().load(), kSetters, conv, met->planned->plan, x_first);
+    interpret(conv_interpreter().load(), kSetters, conv, planned->plan, x_first);
   }
 
   void multiply(OrtKernelContext*, const mp_problem& problem, const Operands& operands) override {
-    const auto met = meet(*planner_, problem, kUsesWorkspace);
-    interpret(interpreter().load(), kSetters, problem, met->planned->plan, operands);
+    const auto planned = planner_->planned(problem, kUsesWorkspace);
+    interpret(interpreter().load(), kSetters, problem, planned->plan, operands);
   }
 
   unsigned uses(OrtKernelContext*) const override { return kUsesWorkspace; }
@@ -299,9 +257,9 @@ class InterpretedConvKernel final : public ConvKernel {
 
 }  // namespace
 
-ConvOp::ConvOp(const OrtApi* api, const OpStructure& structure, int32_t dtype,
+ConvOp::ConvOp(const Ort& ort, const OpStructure& structure, int32_t dtype,
                std::shared_ptr<const Settings> settings)
-    : NodeOp{{}, api, &structure, dtype, std::move(settings)} {
+    : NodeOp{{}, ort, &structure, dtype, std::move(settings)} {
   set_common_slots(this);
   set_kernel_slots<ConvOp, ConvKernel, CudaConvKernel, InterpretedConvKernel>(this);
 }

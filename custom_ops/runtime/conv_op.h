@@ -15,7 +15,7 @@ namespace moonpoly {
 // absent B has none; and sizes that follow from a symbolic one cannot be expressed there.
 struct ConvOp : NodeOp {
   // `structure`: one of convolutions, from op_structures().
-  ConvOp(const OrtApi* api, const OpStructure& structure, int32_t dtype,
+  ConvOp(const Ort& ort, const OpStructure& structure, int32_t dtype,
          std::shared_ptr<const Settings> settings);
 };
 

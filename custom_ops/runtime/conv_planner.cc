@@ -218,7 +218,10 @@ void ConvPlanner::plan(const mp_conv& c, const PlanRequest& request, mp_plan* ou
 }
 
 std::shared_ptr<const PlannedConv> ConvPlanner::planned(const mp_conv& c, unsigned uses) const {
-  if (auto known = memory_.find(c, uses)) return known;
+  if (auto known = memory_.find(c, uses)) {
+    stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
+    return known;
+  }
   const auto start = std::chrono::steady_clock::now();
   auto fresh = std::make_shared<PlannedConv>();
   fresh->problem = c;

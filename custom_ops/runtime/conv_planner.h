@@ -43,7 +43,7 @@ class ConvPlanner {
 
   const Pack& pack_;
   const std::shared_ptr<const Planner> planner_;
-  mutable ProblemCache<const PlannedConv, 256> memory_;
+  mutable ProblemCache<const PlannedConv, 512> memory_;
 };
 
 // Why the kernel cannot run the convolution, or null if it can.

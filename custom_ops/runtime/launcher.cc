@@ -20,15 +20,6 @@
 namespace moonpoly {
 namespace {
 
-// One stored operand as a tensor map sees it: batch entries of rows of contiguous columns.
-struct Matrix {
-  const char* base;
-  int64_t entries, rows, columns, pitch, batch_stride;  // elements
-
-  int64_t strides(int axis) const { return axis == 0 ? batch_stride : axis == 1 ? pitch : 1; }
-  int64_t sizes(int axis) const { return axis == 0 ? entries : axis == 1 ? rows : columns; }
-};
-
 // The operands of one region, moved to its first row and column.
 struct Views {
   Matrix operand[3];  // A, B, Y
@@ -106,8 +97,10 @@ void encode(const mp_kernel& kernel, int operand, const Matrix& x, CUtensorMap* 
 class Arguments {
  public:
   void** data() { return pointers_; }
-  CUtensorMap* own_map(int operand) { return &maps_[operand]; }
-  void map(const CUtensorMap* map) { pointers_[count_++] = const_cast<CUtensorMap*>(map); }
+  CUtensorMap* map(int operand) {
+    pointers_[count_++] = &maps_[operand];
+    return &maps_[operand];
+  }
   void i32(int64_t value) { scalar().i32 = static_cast<int32_t>(value); }
   void i64(int64_t value) { scalar().i64 = value; }
   void f32(float value) { scalar().f32 = value; }
@@ -154,25 +147,6 @@ const T* moved(const void* base, int64_t offset) {
 }
 
 }  // namespace
-
-TensorMapCache::~TensorMapCache() {
-  for (auto& slot : slots_) delete slot.load();
-}
-
-const CUtensorMap* TensorMapCache::find(int region, int operand, const void* address) const {
-  const Encoded* e = slots_[3 * region + operand].load(std::memory_order_acquire);
-  return e && e->address == address ? &e->map : nullptr;
-}
-
-void TensorMapCache::offer(int region, int operand, const void* address, const CUtensorMap& map) {
-  auto& slot = slots_[3 * region + operand];
-  if (slot.load(std::memory_order_relaxed)) return;
-  auto fresh = std::make_unique<const Encoded>(Encoded{address, map});
-  const Encoded* expected = nullptr;
-  if (slot.compare_exchange_strong(expected, fresh.get(), std::memory_order_release)) {
-    fresh.release();
-  }
-}
 
 std::shared_ptr<Launcher> Launcher::get(std::shared_ptr<const Pack> pack, int ordinal) {
   static std::mutex mutex;
@@ -320,7 +294,7 @@ void Launcher::copy(const mp_problem& p, const mp_copy& copy, int operand, const
                     void* target, CUstream stream) {
   const CopyLaunch launch = launch_of(p, copy, operand);
   launch_regions(launch.problem, &launch.region, 1, {source, nullptr, nullptr, target}, nullptr,
-                 nullptr, stream, nullptr);
+                 nullptr, stream);
 }
 
 std::unique_lock<std::mutex> Launcher::turn_of(const void* counters) {
@@ -331,10 +305,10 @@ std::unique_lock<std::mutex> Launcher::turn_of(const void* counters) {
 }
 
 void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& operands,
-                      void* workspace, void* counters, CUstream stream, TensorMapCache* maps) {
+                      void* workspace, void* counters, CUstream stream) {
   const auto turn = turn_of(counters);
   if (!has_copies(plan)) {
-    launch_regions(p, plan.regions, plan.region_count, operands, workspace, counters, stream, maps);
+    launch_regions(p, plan.regions, plan.region_count, operands, workspace, counters, stream);
     return;
   }
   Operands moved = operands;
@@ -346,12 +320,12 @@ void Launcher::launch(const mp_problem& p, const mp_plan& plan, const Operands& 
     *sources[operand] = target;
   }
   launch_regions(copied(p, plan), plan.regions, plan.region_count, moved, workspace, counters,
-                 stream, maps);
+                 stream);
 }
 
 void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int count,
                               const Operands& operands, void* workspace, void* counters,
-                              CUstream stream, TensorMapCache* maps) {
+                              CUstream stream) {
   for (int i = 0; i < count; ++i) {
     const mp_region& r = regions[i];
     if (r.kernel == MP_VENDOR) {
@@ -373,15 +347,7 @@ void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int
         case MP_P_DESC_Y: {
           const int which = params[j] - MP_P_DESC_A;
           const Matrix& x = views.operand[which];
-          // Each region has maps of its own, as their extents and boxes differ.
-          const bool cached = maps && i < TensorMapCache::kRegions;
-          const CUtensorMap* map = cached ? maps->find(i, which, x.base) : nullptr;
-          if (!map) {
-            encode(k, which, x, args.own_map(which));
-            map = args.own_map(which);
-            if (cached) maps->offer(i, which, x.base, *map);
-          }
-          args.map(map);
+          map_of(r.kernel, which, x, args.map(which));
           for (int axis = 0; axis < 3; ++axis) args.i32(x.sizes(axis));
           for (int axis = 0; axis < 3; ++axis) args.i64(x.strides(axis));
           break;
@@ -491,6 +457,13 @@ void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int
     if (result) check(result, (std::string("cuLaunchKernel of ") + k.name).c_str());
     stats().launches.fetch_add(1, std::memory_order_relaxed);
   }
+}
+
+void Launcher::map_of(int kernel, int operand, const Matrix& matrix, CUtensorMap* out) {
+  const TensorMaps::Key key{matrix, kernel, operand};
+  if (maps_.find(key, out)) return;
+  encode(pack_->kernel(kernel), operand, matrix, out);
+  maps_.remember(key, *out);
 }
 
 void* Launcher::counters_for(CUstream stream, int64_t count) {

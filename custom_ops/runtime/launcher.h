@@ -12,6 +12,7 @@
 
 #include "driver.h"
 #include "moonpoly.h"
+#include "tensor_maps.h"
 
 namespace moonpoly {
 
@@ -22,24 +23,6 @@ struct Operands {
   const void *a, *b, *bias;
   void* y;
   const void* residual = nullptr;
-};
-
-// Tensor maps of a repeated launch. Encoding one costs 0.3 us, comparing a pointer nothing; weights
-// never move, and ONNX Runtime's arena mostly returns the same activations. A slot is filled once
-// and then immutable, so that readers need no lock; a pointer that differs is encoded afresh.
-class TensorMapCache {
- public:
-  struct Encoded {
-    const void* address;
-    CUtensorMap map;
-  };
-  ~TensorMapCache();
-  static constexpr int kRegions = 2;  // of a plan, the first ones; few plans have more
-  const CUtensorMap* find(int region, int operand, const void* address) const;
-  void offer(int region, int operand, const void* address, const CUtensorMap& map);
-
- private:
-  std::array<std::atomic<const Encoded*>, 3 * kRegions> slots_{};
 };
 
 class Launcher {
@@ -60,10 +43,9 @@ class Launcher {
   int64_t vendor_workspace(const mp_problem& problem, const mp_plan& plan,
                            const Operands& operands);
 
-  // The kernels that the plan names must be loaded. `maps` may be null; it belongs to one (problem,
-  // plan).
+  // The kernels that the plan names must be loaded.
   void launch(const mp_problem& problem, const mp_plan& plan, const Operands& operands,
-              void* workspace, void* counters, CUstream stream, TensorMapCache* maps);
+              void* workspace, void* counters, CUstream stream);
   // The same for a convolution; `operands` are W, X, bias and Y.
   void launch_conv(const mp_conv& conv, const mp_plan& plan, const Operands& operands,
                    void* workspace, void* counters, CUstream stream);
@@ -89,8 +71,9 @@ class Launcher {
   // and count in the same place.
   std::unique_lock<std::mutex> turn_of(const void* counters);
   void launch_regions(const mp_problem& problem, const mp_region* regions, int count,
-                      const Operands& operands, void* workspace, void* counters, CUstream stream,
-                      TensorMapCache* maps);
+                      const Operands& operands, void* workspace, void* counters, CUstream stream);
+  // The tensor map of an operand (0 to 2: A, B, Y) of a kernel of the pack.
+  void map_of(int kernel, int operand, const Matrix& matrix, CUtensorMap* out);
 
   static constexpr int kSlots = 64;
   static constexpr int64_t kCountersPerSlot = 4096;  // 16 KB a stream
@@ -109,6 +92,7 @@ class Launcher {
   std::array<std::atomic<bool>, 6> loaded_{};  // by dtype and precision
   std::vector<CUmodule> modules_;
   std::vector<CUfunction> functions_;
+  TensorMaps maps_;
   std::unique_ptr<Vendor> vendor_;
   std::atomic<bool> vendor_loaded_{false};
   CUdeviceptr counters_ = 0;

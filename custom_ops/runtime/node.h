@@ -156,19 +156,19 @@ inline const void* read_residual(const Ort& ort, OrtKernelContext* context,
 // The slots that make, run and destroy an op's kernels: `Cuda` or `Interpreted`, both `Kernel`s.
 template <typename Op, typename Kernel, typename Cuda, typename Interpreted>
 void set_kernel_slots(Op* op) {
-  op->CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi* api, const OrtKernelInfo* info,
+  op->CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info,
                           void** out) {
-    return guarded(api, [&] {
-      const Op& my = *static_cast<const Op*>(op);
+    const Op& my = *static_cast<const Op*>(op);
+    return guarded(my.ort.api(), [&] {
       std::unique_ptr<Kernel> kernel;
       try {
         if (my.settings->backend == Backend::kInterpreter) {
-          kernel = std::make_unique<Interpreted>(my, api, info);
+          kernel = std::make_unique<Interpreted>(my, info);
         } else {
-          kernel = std::make_unique<Cuda>(my, api, info);
+          kernel = std::make_unique<Cuda>(my, info);
         }
       } catch (const Error& e) {
-        fail(e.status, "node '", Ort(api).node_name(info), "': ", e.what());
+        fail(e.status, "node '", my.ort.node_name(info), "': ", e.what());
       }
       *out = kernel.release();
     });

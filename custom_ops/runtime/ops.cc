@@ -14,29 +14,18 @@
 #include "ort.h"
 #include "pack.h"
 #include "planner.h"
-#include "problem_cache.h"
 #include "shape.h"
 #include "shape_inference.h"
-#include "stats.h"
 #include "vendor.h"
 #include "weights.h"
 
 namespace moonpoly {
 namespace {
 
-// A problem that a node has met, its plan, and the tensor maps of its operands.
-struct Met {
-  mp_problem problem;
-  unsigned uses;
-  bool repacked = false;  // the plan is for the repacked weight
-  std::shared_ptr<const Planned> planned;
-  TensorMapCache maps;
-};
-
 class Kernel {
  public:
-  Kernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
-      : ort_(api),
+  Kernel(const Op& op, const OrtKernelInfo* info)
+      : ort_(op.ort),
         element_{op.dtype, op.settings->precision},
         structure_(*op.structure),
         epilogue_(read_epilogue(ort_, info, structure_)) {
@@ -83,29 +72,20 @@ class Kernel {
   virtual void execute(OrtKernelContext* context, const Product& product,
                        const Operands& operands) = 0;
 
-  std::shared_ptr<Met> meet(const Planner& planner, const Product& product, unsigned uses) {
-    const mp_problem& problem = product.problem;
-    if (auto known = met_.find(problem, uses)) {
-      stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
-      return known;
-    }
-    auto fresh = std::make_shared<Met>();
-    fresh->problem = problem;
-    fresh->uses = uses;
-    fresh->planned = planner.planned(problem, uses);
-    if (mp_problem other = problem; weight_ && weight_->substitute(product, &other)) {
-      auto planned = planner.planned(other, uses, true);
-      fresh->repacked = planned->plan.predicted_us < fresh->planned->plan.predicted_us;
-      if (fresh->repacked) fresh->planned = std::move(planned);
-    }
-    met_.insert(fresh);
-    return fresh;
+  std::shared_ptr<const Planned> plan(const Planner& planner, const Product& product,
+                                      unsigned uses) const {
+    return planner.planned(product.problem, uses, weight_ ? weight_->copy_for(product) : nullptr);
+  }
+
+  // The B that a plan is for.
+  const void* factor(const Planned& planned, const Operands& operands) const {
+    return planned.repacked ? weight_->data() : operands.b;
   }
 
   // Calls `body` with the operands of every entry of the outer loops.
   template <typename Body>
-  void for_each_launch(const Met& met, const Product& product, const Operands& operands,
-                       Body body) {
+  void for_each_launch(const Planned& planned, const Product& product, const Operands& operands,
+                       Body body) const {
     const int64_t bytes = element_bytes(product.problem.dtype);
     int64_t index[kMaxRank] = {};
     for (;;) {
@@ -117,7 +97,7 @@ class Kernel {
       }
       body(Operands{
           static_cast<const char*>(operands.a) + a * bytes,
-          met.repacked ? weight_->data() : static_cast<const char*>(operands.b) + b * bytes,
+          static_cast<const char*>(factor(planned, operands)) + (planned.repacked ? 0 : b * bytes),
           operands.bias, static_cast<char*>(operands.y) + y * bytes,
           operands.residual ? static_cast<const char*>(operands.residual) + y * bytes : nullptr});
       int i = 0;
@@ -134,7 +114,6 @@ class Kernel {
  private:
   const OpStructure& structure_;
   const Epilogue epilogue_;
-  ProblemCache<Met, 64> met_;
 };
 
 // Whether a session's plans on a GPU may use cuBLASLt.
@@ -149,8 +128,7 @@ bool takes_vendor(VendorUse use, const Planner& planner) {
 
 class CudaKernel final : public Kernel {
  public:
-  CudaKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
-      : Kernel(op, api, info), allocator_(ort_, info) {
+  CudaKernel(const Op& op, const OrtKernelInfo* info) : Kernel(op, info), allocator_(ort_, info) {
     const int ordinal = ordinal_of(ort_, allocator_);
     mp_device device;
     query_device(ordinal, &device);
@@ -173,27 +151,25 @@ class CudaKernel final : public Kernel {
     // Without a stream of its own a run gets no stream-ordered scratch memory: plan without
     // split-K.
     const unsigned uses = (stream ? kUsesWorkspace : 0) | (product.loop_count == 0 ? vendor_ : 0);
-    const auto met = meet(*planner_, product, uses);
-    std::shared_ptr<const Planned> planned = met->planned;
+    auto planned = plan(*planner_, product, uses);
 
     CurrentContext current(launcher_->context());
     int64_t workspace = planned->plan.workspace_bytes;
     if (uses_vendor(planned->plan)) {
       Operands seen = operands;
-      if (met->repacked) seen.b = weight_->data();
-      workspace = launcher_->vendor_workspace(planned->problem, planned->plan, seen);
+      seen.b = factor(*planned, operands);
+      workspace = launcher_->vendor_workspace(planned->launched, planned->plan, seen);
       if (workspace < 0) {
-        planned = planner_->planned(planned->problem, uses & ~kUsesVendor, true);
+        planned = plan(*planner_, product, uses & ~kUsesVendor);
         workspace = planned->plan.workspace_bytes;
       }
     }
-    const mp_plan& plan = planned->plan;
+    const mp_plan& chosen = planned->plan;
     const RunMemory memory(ort_, context, allocator_, launcher_.get(), stream, workspace,
-                           plan.counters);
-    TensorMapCache* maps = product.loop_count == 0 ? &met->maps : nullptr;
-    for_each_launch(*met, product, operands, [&](const Operands& moved) {
-      launcher_->launch(planned->problem, plan, moved, memory.workspace(), memory.counters(),
-                        stream, maps);
+                           chosen.counters);
+    for_each_launch(*planned, product, operands, [&](const Operands& moved) {
+      launcher_->launch(planned->launched, chosen, moved, memory.workspace(), memory.counters(),
+                        stream);
     });
   }
 
@@ -215,8 +191,7 @@ class CudaKernel final : public Kernel {
 
 class InterpretedKernel final : public Kernel {
  public:
-  InterpretedKernel(const Op& op, const OrtApi* api, const OrtKernelInfo* info)
-      : Kernel(op, api, info) {
+  InterpretedKernel(const Op& op, const OrtKernelInfo* info) : Kernel(op, info) {
     const auto [pack, device] = interpreted_on(*op.settings);
     pack_ = pack;
     planner_ = pack_->planner(device);
@@ -227,10 +202,10 @@ class InterpretedKernel final : public Kernel {
 
  private:
   void execute(OrtKernelContext*, const Product& product, const Operands& operands) override {
-    const auto met = meet(*planner_, product, kUsesWorkspace);
-    for_each_launch(*met, product, operands, [&](const Operands& moved) {
-      interpret(interpreter().load(), "mp_set_interpreter", met->planned->problem,
-                met->planned->plan, moved);
+    const auto planned = plan(*planner_, product, kUsesWorkspace);
+    for_each_launch(*planned, product, operands, [&](const Operands& moved) {
+      interpret(interpreter().load(), "mp_set_interpreter", planned->launched, planned->plan,
+                moved);
     });
   }
 
@@ -285,14 +260,14 @@ std::shared_ptr<const Pack> Settings::open_pack(int sm) const {
        "`, or name one in the session config entry moonpoly.pack");
 }
 
-Op::Op(const OrtApi* api, const OpStructure& structure, int32_t dtype,
+Op::Op(const Ort& ort, const OpStructure& structure, int32_t dtype,
        std::shared_ptr<const Settings> settings)
-    : NodeOp{{}, api, &structure, dtype, std::move(settings)} {
+    : NodeOp{{}, ort, &structure, dtype, std::move(settings)} {
   set_common_slots(this);
   set_kernel_slots<Op, Kernel, CudaKernel, InterpretedKernel>(this);
   if (structure.base != OpBase::kGemm) {
     InferOutputShapeFn = [](const OrtCustomOp* op, OrtShapeInferContext* context) {
-      return infer_matmul_shape(static_cast<const Op*>(op)->api, context);
+      return infer_matmul_shape(static_cast<const Op*>(op)->ort, context);
     };
   }
 }

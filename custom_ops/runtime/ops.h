@@ -9,11 +9,11 @@
 
 #include "moonpoly.h"
 #include "op_structure.h"
+#include "ort.h"
 #include "ort_abi.h"
 
 namespace moonpoly {
 
-class Ort;
 class Pack;
 class Planner;
 
@@ -45,7 +45,7 @@ void warn_once_without_table(const Ort& ort, const OrtKernelInfo* info, const Pl
 // One op for one dtype. ONNX Runtime keeps pointers to it for as long as a session lives, so that
 // it is never destroyed.
 struct NodeOp : OrtCustomOp {
-  const OrtApi* api;
+  Ort ort;
   const OpStructure* structure;
   int32_t dtype;
   std::shared_ptr<const Settings> settings;
@@ -53,7 +53,7 @@ struct NodeOp : OrtCustomOp {
 
 struct Op : NodeOp {
   // `structure`: one of products, from op_structures().
-  Op(const OrtApi* api, const OpStructure& structure, int32_t dtype,
+  Op(const Ort& ort, const OpStructure& structure, int32_t dtype,
      std::shared_ptr<const Settings> settings);
 };
 

@@ -20,7 +20,8 @@ struct OrtFailure {
 
 class Ort {
  public:
-  explicit Ort(const OrtApi* api) : api_(api) {}
+  // `version`: what the runtime says of itself ("1.24.1"), whose second number is its API's.
+  Ort(const OrtApi* api, const char* version);
   const OrtApi* operator->() const { return api_; }
   const OrtApi* api() const { return api_; }
 
@@ -45,11 +46,14 @@ class Ort {
   void warn(const OrtKernelInfo* info, const std::string& text) const;
 
  private:
+  // Of at most kMaxRank dimensions; beyond them the rank alone.
+  void copy_shape(const OrtValue* value, Shape* shape, size_t* rank) const;
   // A missing attribute is a status to release, and leaves the default.
   void found(OrtStatus* status) const {
     if (status) api_->ReleaseStatus(status);
   }
   const OrtApi* api_;
+  bool lends_shapes_;
 };
 
 // The allocator of the device that a kernel was created for.

@@ -11,6 +11,7 @@
 namespace moonpoly {
 
 constexpr uint32_t kOrtApiVersion = 22;
+constexpr int kShapeReferenceVersion = 24;  // of the API that lends a tensor's dimensions
 
 struct OrtStatus;
 struct OrtSessionOptions;
@@ -123,6 +124,10 @@ struct OrtApi {
                                                void** out);
   OrtStatus* (*KernelInfoGetAllocator)(const OrtKernelInfo* info, OrtMemType type,
                                        OrtAllocator** out);
+  OrtFn unused_279[135];
+  // From API 24 on: the table of an earlier runtime ends before it.
+  OrtStatus* (*GetTensorElementTypeAndShapeDataReference)(const OrtValue* value, OnnxType* type,
+                                                          const int64_t** dims, size_t* rank);
 };
 
 #define MOONPOLY_SLOT(name, number) \
@@ -159,6 +164,7 @@ MOONPOLY_SLOT(ShapeInferContext_SetOutputTypeShape, 270);
 MOONPOLY_SLOT(SetSymbolicDimensions, 271);
 MOONPOLY_SLOT(KernelContext_GetScratchBuffer, 277);
 MOONPOLY_SLOT(KernelInfoGetAllocator, 278);
+MOONPOLY_SLOT(GetTensorElementTypeAndShapeDataReference, 414);
 #undef MOONPOLY_SLOT
 
 // What ONNX Runtime calls. Members up to GetEndVersion exist since API 17, the last four since 18.

@@ -360,22 +360,33 @@ void Planner::plan(const mp_problem& p, const PlanRequest& asked, mp_plan* out) 
 }
 
 std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, unsigned uses,
-                                                bool another) const {
+                                                const mp_copy* repacked) const {
+  if (repacked) uses |= kUsesRepacked;
   if (auto known = memory_.find(p, uses)) {
-    if (!another) stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
+    stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
     return known;
   }
   const auto start = std::chrono::steady_clock::now();
-  auto fresh = std::make_shared<Planned>();
-  fresh->problem = p;
-  fresh->uses = uses;
   PlanRequest request;
   request.workspace = (uses & kUsesWorkspace) != 0;
   if (!(uses & kUsesVendor)) request.flags |= MP_PLAN_NO_VENDOR;
+  auto fresh = std::make_shared<Planned>();
+  fresh->problem = fresh->launched = p;
+  fresh->uses = uses;
   plan(p, request, &fresh->plan);
+  if (repacked) {
+    mp_problem other = p;
+    substitute(*repacked, 1, &other);
+    mp_plan faster;
+    plan(other, request, &faster);
+    if (faster.predicted_us < fresh->plan.predicted_us) {
+      fresh->repacked = true;
+      fresh->launched = other;
+      fresh->plan = faster;
+    }
+  }
   const auto elapsed = std::chrono::steady_clock::now() - start;
-  const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
-  another ? stats().add_miss_time(ns) : stats().add_miss(ns);
+  stats().add_miss(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
   memory_.insert(fresh);
   return fresh;
 }

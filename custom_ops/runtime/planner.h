@@ -29,12 +29,14 @@ struct PlanRequest {
 };
 
 // What a caller's plans may use besides kernels of the pack; bits of ProblemCache's `uses`.
-constexpr unsigned kUsesWorkspace = 1, kUsesVendor = 2;
+constexpr unsigned kUsesWorkspace = 1, kUsesVendor = 2, kUsesRepacked = 4;
 
 // A problem with its plan, as the planner remembers it.
 struct Planned {
   mp_problem problem;
   unsigned uses;
+  bool repacked;        // the plan is for the repacked weight
+  mp_problem launched;  // what it is a plan of: the problem, with the copy as its B where repacked
   mp_plan plan;
 };
 
@@ -48,10 +50,10 @@ class Planner {
   void plan(const mp_problem& problem, const PlanRequest& request, mp_plan* out) const;
 
   // The remembered plan, made on first sight. Layers of a model repeat the same problems, so that a
-  // new input size costs a few searches, not one per node.
-  // `another`: it is a second form of a product that the statistics have counted already.
+  // new input size costs a few searches, not one per node. `repacked`: the copy of a constant B
+  // (packing.h), which is multiplied instead where that is predicted to be faster; or null.
   std::shared_ptr<const Planned> planned(const mp_problem& problem, unsigned uses,
-                                         bool another = false) const;
+                                         const mp_copy* repacked = nullptr) const;
 
   // Whether costs of this very GPU were in the pack.
   bool has_table() const { return has_table_; }
@@ -91,7 +93,7 @@ class Planner {
   std::vector<KernelCost> costs_;
   VendorModel vendor_;
   bool offers_vendor_ = false;
-  mutable ProblemCache<const Planned, 256> memory_;
+  mutable ProblemCache<const Planned, 512> memory_;
 };
 
 // Why the kernel cannot run the problem, or null if it can. The one legality rule: planner,

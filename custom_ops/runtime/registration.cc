@@ -187,10 +187,10 @@ OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
     for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
       NodeOp* op;
       if (structure.convolves()) {
-        entry.conv_ops.push_back(std::make_unique<ConvOp>(ort.api(), structure, dtype, shared));
+        entry.conv_ops.push_back(std::make_unique<ConvOp>(ort, structure, dtype, shared));
         op = entry.conv_ops.back().get();
       } else {
-        entry.ops.push_back(std::make_unique<Op>(ort.api(), structure, dtype, shared));
+        entry.ops.push_back(std::make_unique<Op>(ort, structure, dtype, shared));
         op = entry.ops.back().get();
       }
       ort(ort->CustomOpDomain_Add(domain, op));
@@ -215,7 +215,7 @@ extern "C" __attribute__((visibility("default"))) moonpoly::OrtStatus* RegisterC
     return base->GetApi(1)->CreateStatus(ORT_FAIL, text.c_str());
   }
   return guarded(api, [&] {
-    const Ort ort(api);
+    const Ort ort(api, base->GetVersionString());
     if (!config_entry(ort, options, kRegistered).empty()) {
       fail(MP_INVALID,
            "the library is registered on these session options already; register it once, or use "

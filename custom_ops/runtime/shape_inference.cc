@@ -70,9 +70,8 @@ std::optional<Dims> matmul_dims(const Dims& a, const Dims& b) {
 
 }  // namespace
 
-OrtStatus* infer_matmul_shape(const OrtApi* api, OrtShapeInferContext* context) {
-  return guarded(api, [&] {
-    const Ort ort(api);
+OrtStatus* infer_matmul_shape(const Ort& ort, OrtShapeInferContext* context) {
+  return guarded(ort.api(), [&] {
     const auto* a = input_info(ort, context, 0);
     const auto out = matmul_dims(input_dims(ort, a), input_dims(ort, input_info(ort, context, 1)));
     OnnxType type = ONNX_UNDEFINED;

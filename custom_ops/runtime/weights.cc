@@ -109,10 +109,8 @@ RepackedWeight::~RepackedWeight() {
   api.CtxPopCurrent(&popped);
 }
 
-bool RepackedWeight::substitute(const Product& product, mp_problem* problem) const {
-  if (product.swapped || problem->b_mod != 1) return false;
-  moonpoly::substitute(copy_, 1, problem);
-  return true;
+const mp_copy* RepackedWeight::copy_for(const Product& product) const {
+  return product.swapped || product.problem.b_mod != 1 ? nullptr : &copy_;
 }
 
 }  // namespace moonpoly

@@ -33,8 +33,9 @@ class RepackedWeight {
   RepackedWeight(const RepackedWeight&) = delete;
   RepackedWeight& operator=(const RepackedWeight&) = delete;
 
-  // `problem` with the copy as its B; false if its B is not this weight.
-  bool substitute(const Product& product, mp_problem* problem) const;
+  // The copy, by which the planner weighs it against the stored B; null if the product's B is not
+  // this weight.
+  const mp_copy* copy_for(const Product& product) const;
   const void* data() const { return data_; }
 
  private:

@@ -50,9 +50,9 @@ class Node:
 
     def __init__(self, pack_path: Path, name: str = "MatMul", *, device: int = 0,
                  dtype: native.Dtype = native.Dtype.F16, vendor: str = "",
-                 **attributes: float) -> None:  # fmt: skip
+                 version: bytes = b"1.23.2", **attributes: float) -> None:  # fmt: skip
         config = {"moonpoly.pack": str(pack_path), "moonpoly.vendor": vendor}
-        self.ort = FakeOrt(config, device=device, attributes=attributes)
+        self.ort = FakeOrt(config, device=device, version=version, attributes=attributes)
         self.ort.register()
         self.op = self.ort.op(name, dtype)
         self.kernel = self.ort.create(self.op)
@@ -257,6 +257,17 @@ def test_the_device_of_the_provider_is_used(pack_path: Path) -> None:
         assert driver.fake_context_depth() == (current >= 0)
 
 
+@pytest.mark.parametrize("version", [b"1.23.2", b"1.24.0", b"1.31.1"])
+def test_shapes_are_borrowed_where_the_runtime_lends_them(pack_path: Path, version: bytes) -> None:
+    node = Node(pack_path, version=version)
+    x, y = array(3, 40, 72), array(72, 136)
+    check(node.run([x, y]), exact(x) @ exact(y))
+    lends = version != b"1.23.2"
+    assert (node.ort.shapes_lent, node.ort.shapes_copied) == ((2, 0) if lends else (0, 2))
+    with pytest.raises(RuntimeError, match="input 1 has rank 33; at most 32 is possible"):
+        node.run([x, Aligned(np.zeros([1] * 33, np.float16))])
+
+
 def test_moved_operands_are_encoded_afresh(pack_path: Path) -> None:
     node = Node(pack_path)
     weight = array(72, 136)
@@ -264,6 +275,24 @@ def test_moved_operands_are_encoded_afresh(pack_path: Path) -> None:
         x = array(40, 72, seed=seed)
         check(node.run([x, weight]), exact(x) @ exact(weight))
         check(node.run([x, weight]), exact(x) @ exact(weight))
+
+
+def test_nodes_share_tensor_maps(tmp_path: Path) -> None:
+    """Of a node that multiplies what another one has, only B and Y are encoded; of other rows at
+    the same address all.
+    """
+    path = write_pack_that_cuts(tmp_path / "sm_90.mpk")
+    first, second = Node(path), Node(path)
+    x = array(256, 512)
+    for node, encoded in ((first, 3), (second, 2)):
+        weight, before = array(512, 128), driver.fake_encoded()
+        context = node.run([x, weight])
+        check(context, exact(x) @ exact(weight))
+        assert driver.fake_encoded() == before + encoded
+    fewer, before = x.first_rows(128), driver.fake_encoded()
+    assert fewer.address == x.address
+    check(first.run([fewer, weight]), exact(fewer) @ exact(weight))
+    assert driver.fake_encoded() >= before + 2
 
 
 def test_two_regions_each_remember_their_tensor_maps(tmp_path: Path) -> None:
@@ -337,7 +366,7 @@ def test_warns_once_of_a_gpu_without_a_table(pack_path: Path) -> None:
 
 
 def test_old_onnx_runtime_is_refused_naming_both(pack_path: Path) -> None:
-    ort = FakeOrt({}, version=b"1.17.0", newest_api=17)
+    ort = FakeOrt({}, version=b"1.17.0")
     with pytest.raises(RuntimeError, match=r"API 22 .*this runtime is 1.17.0"):
         ort.register()
 

@@ -4,6 +4,7 @@ launches on host memory from nothing but their arguments.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import struct
 from dataclasses import dataclass, replace
@@ -253,3 +254,9 @@ class Aligned:
         )
         self.array[...] = array
         self.address = self._store.ctypes.data + start
+
+    def first_rows(self, rows: int) -> Aligned:
+        """The same memory as a matrix of fewer rows."""
+        part = copy.copy(self)
+        part.array = self.array[:rows]
+        return part

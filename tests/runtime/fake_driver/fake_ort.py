@@ -43,17 +43,19 @@ class FakeOrt:
 
     def __init__(
         self, config: Mapping[str, str], *, device: int = 0, version: bytes = b"1.23.2",
-        newest_api: int = 23, attributes: Mapping[str, Any] | None = None,
+        attributes: Mapping[str, Any] | None = None,
         constants: Mapping[int, Aligned] | None = None,
     ) -> None:  # fmt: skip
         FakeOrt.everyone.append(self)
         self.config, self.device, self.attributes = dict(config), device, dict(attributes or {})
         self.constants = dict(constants or {})  # inputs by index
+        self.newest_api = int(version.split(b".")[1])
         self.handles: dict[int, Any] = {}
         self.next_handle = itertools.count(0x1000, 16)
         self.ops: list[int] = []
         self.live = {"info": 0, "allocator": 0, "status": 0}
         self.freed: list[int] = []
+        self.shapes_lent = self.shapes_copied = 0
         self.warnings: list[str] = []
         self.scratch_memory: dict[int, Aligned] = {}
         self._keep: list[Any] = []
@@ -61,7 +63,9 @@ class FakeOrt:
         self._fill()
         api = ctypes.addressof(self.table)
         self.base = (c_void_p * 2)(
-            self._callback(c_void_p, [ctypes.c_uint32], lambda v: api if v <= newest_api else None),
+            self._callback(
+                c_void_p, [ctypes.c_uint32], lambda v: api if v <= self.newest_api else None
+            ),
             self._callback(c_void_p, [], lambda: self._text(version)),
         )
 
@@ -116,7 +120,19 @@ class FakeOrt:
         @slot(65, c_void_p, c_void_p)
         def _(value: int, out: int) -> None:
             self.live["info"] += 1
+            self.shapes_copied += 1
             _pointer(out, self.handle(self.handles[value].array.shape))
+
+        def lend_shape(value: int, kind: int, dims: int, rank: int) -> None:
+            shape = np.asarray(self.handles[value].array.shape, np.int64)
+            self._keep.append(shape)
+            c_int.from_address(kind).value = 0
+            _pointer(dims, shape.ctypes.data)
+            c_size_t.from_address(rank).value = len(shape)
+            self.shapes_lent += 1
+
+        if self.newest_api >= 24:  # else the table ends before it
+            slot(414, c_void_p, c_void_p, c_void_p, c_void_p)(lend_shape)
 
         @slot(61, c_void_p, c_void_p)
         def _(info: int, out: int) -> None:
