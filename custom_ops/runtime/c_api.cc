@@ -110,8 +110,9 @@ void check_plan(const moonpoly::Pack& pack, const mp_problem& given, const mp_pl
       moonpoly::fail(MP_INVALID, "region ", i, " names kernel ", r.kernel, "; the pack holds ",
                      pack.kernel_count());
     }
-    if (const char* why = vendor ? moonpoly::vendor_refusal(problem)
-                                 : moonpoly::refusal(pack.kernel(r.kernel), problem)) {
+    if (const char* why =
+            vendor ? moonpoly::vendor_refusal(problem)
+                   : moonpoly::refusal(moonpoly::KernelTraits(pack.kernel(r.kernel)), problem)) {
       moonpoly::fail(MP_NO_KERNEL, "region ", i, ": ",
                      vendor ? "cuBLASLt" : pack.kernel(r.kernel).name,
                      " cannot run this problem: ", why);

@@ -109,8 +109,9 @@ void ConvPlanner::consider(int index, const mp_conv& c, const PlanRequest& reque
       *best = Choice{index, split, blocks, us, cost.measured};
     }
   };
+  const Tiling tiling(cost.kernel, extent);
   if (!k.split_k) {
-    if (request.only_split <= 1) offer(1, predict_us(k, cost, model, extent, 1));
+    if (request.only_split <= 1) offer(1, predict_us(cost, model, extent, tiling, 1));
     return;
   }
   if (!request.workspace || request.only_split == 1) return;
@@ -119,7 +120,8 @@ void ConvPlanner::consider(int index, const mp_conv& c, const PlanRequest& reque
   const int64_t tile_bytes = int64_t{k.bm} * k.bn * static_cast<int64_t>(sizeof(float));
   const auto try_split = [&](int64_t split) {
     if (split < 2 || split > steps || split > (int64_t{1} << 20)) return;
-    offer(static_cast<int>(split), predict_us(k, cost, model, extent, static_cast<int>(split)));
+    const int slices = static_cast<int>(split);
+    offer(slices, predict_us(cost, model, extent, tiling, slices));
   };
   if (request.only_split > 1) {
     try_split(request.only_split);

@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "pack.h"
+#include "prediction.h"
 
 namespace moonpoly {
 namespace {
@@ -58,13 +59,6 @@ constexpr double kSliceElementClocks = 26.5;  // split-K: a thread stores one pa
 // Split-K: the last block reads the partial sums of all slices, several slices at a time.
 constexpr double kSliceBytesPerClock = 60;
 constexpr double kSliceLatencyClocks = 750;  // of the L2, for those that are read together
-constexpr double kCrossingShare = 0.144;     // more for a loop whose rows cross lines at the end
-constexpr double kShortRowClocks = 0.96;     // a row of B shorter than a line that TMA loads
-constexpr double kEarlyLaunchUs = 0.40;      // of a launch, hidden by programmatic dependent launch
-constexpr double kRoomyLaunchUs = 0.45;      // the same of a kernel for which there is room
-// Blocks placed early find room beside the kernel in front only, and crowd there: the share by
-// which a wave that is partly full is nearer to a full one.
-constexpr double kCrowding = 0.52;
 // Outer products, whose operands go straight to registers: clocks of an SM for each line of B that
 // a warp loads and each element of A, the share of the multipliers' rate that is left, a block's
 // start and end without a pipeline to fill, and the bytes of Y that leave. Not fitted.
@@ -72,10 +66,6 @@ constexpr double kLineClocks = 1.5;
 constexpr double kRegisterFmaShare = 0.8;
 constexpr double kShallowBlockClocks = 1300;
 constexpr double kShallowStoreBytesPerClock = 28;
-// The blocks of one wave that share an SM start one after the other, each of their warps that much
-// later. What 113 one-wave plans of up to 4 K steps took beyond their promise, on an H200, was a
-// median of 0.08 us per such warp, 0.06 to 0.11 for half of them, whatever their family and size.
-constexpr double kWarpStartClocks = 175;
 constexpr double kUntimedCaution = 1.1;  // of a kernel that has no timing among those that have one
 
 // A convolution, counted in its code: instructions of a warp for each element of X a lane and for
@@ -96,8 +86,6 @@ double conv_issue_clocks(const mp_kernel& k) {
 constexpr double kTapInstructions = 9, kUnrolledTapInstructions = 7, kOutputInstructions = 24;
 constexpr double kTapRowClocks = 60, kDepthwiseBlockClocks = 2100;
 constexpr double kLanesPerClock = 128;
-
-int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // What limits a K step are queues one behind the other: near a tie neither hides the other fully.
 double smooth_max(std::initializer_list<double> limits) {
@@ -225,6 +213,27 @@ int blocks_per_sm(const mp_kernel& k, const mp_device& d) {
                    d.threads_per_sm / (k.warps * 32), d.blocks_per_sm});
 }
 
+KernelTraits::KernelTraits(const mp_kernel& k)
+    : bm(k.bm),
+      bn(k.bn),
+      bk(k.bk),
+      group_m(k.group_m),
+      warps(static_cast<int16_t>(k.warps)),
+      family(static_cast<int8_t>(k.family)),
+      dtype(static_cast<int8_t>(k.dtype)),
+      precision(static_cast<int8_t>(k.precision)),
+      trans_a(static_cast<int8_t>(k.trans_a)),
+      trans_b(static_cast<int8_t>(k.trans_b)),
+      align_a(static_cast<int8_t>(k.align_a)),
+      align_b(static_cast<int8_t>(k.align_b)),
+      align_c(static_cast<int8_t>(k.align_c)),
+      split_k(k.split_k != 0),
+      persistent(k.persistent != 0),
+      sliced(k.sliced != 0),
+      bias_matrix(k.bias_matrix != 0),
+      dependent_launch(k.dependent_launch != 0),
+      tensor_maps(uses_tensor_maps(k.family)) {}
+
 DeviceModel::DeviceModel(const mp_device& device, const mp_table* table) {
   const ArchitectureRates& rates = rates_of(device.sm);
   sm = device.sm;
@@ -246,15 +255,10 @@ DeviceModel::DeviceModel(const mp_device& device, const mp_table* table) {
 
 namespace {
 
-// Blocks of the others are small: many of them fit an SM. So too of tensor-map kernels with a warp
-// or two: 551 blocks of 16x32x64 took 7.4 us launched early, on an H200, and 3.4 us are enough.
-bool is_always_early(const mp_kernel& k) {
-  return k.dependent_launch && uses_tensor_maps(k.family) && k.warps >= 4;
-}
-
 KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const DeviceModel& model) {
   KernelCost cost{};
-  cost.blocks_per_sm = blocks_per_sm(k, device);
+  cost.kernel = KernelTraits(k);
+  cost.blocks_per_sm = static_cast<int16_t>(blocks_per_sm(k, device));
   cost.legal = cost.blocks_per_sm > 0;
   if (!cost.legal) return cost;
   const double bytes = double(k.bm) * k.bn * element_bytes(k.dtype);
@@ -280,7 +284,7 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
   cost.single_step_us = step_clocks(k, model, 1, l2 * kLoneL2Share) / clocks;
   cost.arrive_us = kArriveClocks / clocks;
   cost.slice_us = add_slice_clocks(k) / clocks;
-  cost.early = is_always_early(k);
+  cost.early = is_always_early(cost.kernel);
   if (k.persistent) {
     cost.tile_end_us =
         cost.blocks_per_sm * (kTileEndClocks + bytes / kTileEndBytesPerClock) / clocks;
@@ -291,7 +295,8 @@ KernelCost derived_cost(const mp_kernel& k, const mp_device& device, const Devic
 
 void take(const mp_cost& measured, KernelCost* cost) {
   cost->measured = true;
-  cost->blocks_per_sm = std::max(1, static_cast<int>(std::lround(measured.blocks_per_sm)));
+  cost->blocks_per_sm =
+      static_cast<int16_t>(std::clamp(std::lround(measured.blocks_per_sm), 1L, 1024L));
   cost->fixed_us = measured.fixed_us;
   cost->step_us = measured.step_us;
   cost->single_step_us = measured.single_step_us > 0 ? measured.single_step_us : measured.step_us;
@@ -354,139 +359,10 @@ std::vector<KernelCost> kernel_costs(const mp_kernel* kernels, int count, const 
       break;
     }
   }
+  for (KernelCost& cost : costs) {
+    if (cost.legal) set_bounds(model, &cost);
+  }
   return costs;
-}
-
-int64_t grid_blocks(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
-                    int64_t tiles, int split) {
-  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
-  return k.persistent ? std::min(tiles * split, slots) : tiles * split;
-}
-
-double step_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks) {
-  double crowd = cost.blocks_per_sm > 1
-                     ? double(ceil_div(blocks, model.sm_count) - 1) / (cost.blocks_per_sm - 1)
-                     : double(blocks) / model.sm_count;
-  if (cost.early && cost.blocks_per_sm > 1 && 2 * blocks > model.sm_count) {
-    crowd += kCrowding * (1 - crowd);
-  }
-  return cost.single_step_us + (cost.step_us - cost.single_step_us) * crowd;
-}
-
-namespace {
-
-// Waves of blocks, one tile (or slice of one) each. `fixed_us` is each wave's time beside its loop.
-double waves_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks, double steps,
-                double fixed_us) {
-  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
-  const int64_t full = blocks / slots, rest = blocks % slots;
-  double compute = full * (fixed_us + steps * cost.step_us);
-  if (rest > 0) compute += fixed_us + steps * step_us(cost, model, rest);
-  return compute;
-}
-
-// Persistent blocks: the loop of the busiest one, which hides the end of all but its last tile
-// behind the next one's loads. Blocks with `ragged` shares are at different K steps of their tiles
-// at the same time, so that they presumably find less in the L2 that others have read.
-double persistent_us(const KernelCost& cost, const DeviceModel& model, int64_t tiles,
-                     int64_t blocks, double steps, int split, bool ragged) {
-  const double share =
-      split > 1 ? std::ceil(tiles * steps / blocks) : ceil_div(tiles, blocks) * steps;
-  const double ends = (ceil_div(tiles, blocks) - 1) * tile_end_us(cost, steps);
-  return share * step_us(cost, model, blocks) * (ragged ? kRaggedStepShare : 1) + ends;
-}
-
-}  // namespace
-
-double traffic_bytes(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
-                     const Extent& e, int split) {
-  if (is_depthwise(k)) return e.unique_bytes;  // tiles share no channel of X
-  const int64_t rows = (e.m + k.bm - 1) / k.bm, columns = (e.n + k.bn - 1) / k.bn;
-  const int64_t tiles = rows * columns * e.batch;
-  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
-  // Every operand once; what a wave streams beyond the L2 again with each further wave.
-  double bytes = e.unique_bytes;
-  const double waves = double(k.persistent ? tiles : tiles * split) / slots;
-  if (waves >= 1 && bytes > model.l2_bytes) {
-    const double high = std::min<int64_t>(std::max(k.group_m, 1), rows);
-    const double wide = std::min<double>(std::ceil(slots / high), columns);
-    const double wave = (high * k.bm + wide * k.bn * e.b_distinct) * double(e.k) * e.element_bytes;
-    bytes = std::max(bytes, wave * waves);
-  }
-  return bytes;
-}
-
-bool is_launched_early(const mp_kernel& k, int sm_count, int64_t blocks, int64_t steps) {
-  if (!k.dependent_launch) return false;
-  return is_always_early(k) || 2 * blocks <= sm_count || (blocks <= sm_count && steps <= 2);
-}
-
-double launch_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
-                 int64_t blocks, int64_t steps) {
-  double hidden = 0;
-  if (is_launched_early(k, model.sm_count, blocks, steps)) {
-    hidden = cost.early ? kEarlyLaunchUs : kRoomyLaunchUs;
-  }
-  return std::max(0.0, model.launch_us - hidden);
-}
-
-double tile_end_us(const KernelCost& cost, double steps) {
-  return std::max(0.0, cost.tile_end_us - steps * cost.hidden_us);
-}
-
-double crossing_share(const mp_kernel& k, const Extent& e) {
-  if (!uses_tensor_maps(k.family)) return 1;
-  const double crossing = (e.a_crosses_lines ? k.bm : 0) + (e.b_crosses_lines ? k.bn : 0);
-  return 1 + kCrossingShare * crossing / (k.bm + k.bn);
-}
-
-namespace {
-
-// How much later than the first block the last one starts on the SM that has most of a wave.
-double start_us(const mp_kernel& k, const DeviceModel& model, int64_t blocks) {
-  return kWarpStartClocks * k.warps * (ceil_div(blocks, model.sm_count) - 1) / model.clocks_per_us;
-}
-
-}  // namespace
-
-double predict_us(const mp_kernel& k, const KernelCost& cost, const DeviceModel& model,
-                  const Extent& e, int split) {
-  const int64_t rows = (e.m + k.bm - 1) / k.bm, columns = (e.n + k.bn - 1) / k.bn;
-  const int64_t tiles = rows * columns * e.batch;
-  const int64_t slots = int64_t{model.sm_count} * cost.blocks_per_sm;
-  const int64_t blocks = grid_blocks(k, cost, model, tiles, split);
-  const bool ragged = split > 1 && blocks < tiles * split;
-  const int steps = ceil_div(ceil_div(e.k, k.bk), split);
-  double loop;
-  if (k.persistent) {
-    loop = persistent_us(cost, model, tiles, blocks, ceil_div(e.k, k.bk), split, ragged);
-  } else {
-    // Split-K: each block's partial tile is read back by the last block of its tile, which in a
-    // later wave works beside others.
-    const double wave_fixed = cost.fixed_us + (split > 1 ? cost.slice_us : 0);
-    loop = waves_us(cost, model, blocks, steps, wave_fixed) - wave_fixed;
-    if (blocks <= slots) loop += start_us(k, model, blocks);
-  }
-  loop *= crossing_share(k, e);
-  if (uses_tensor_maps(k.family) && e.b_rows_short) {
-    const double loads = k.persistent && split == 1
-                             ? double(ceil_div(tiles, blocks)) * ceil_div(e.k, k.bk)
-                             : std::ceil(double(tiles) * ceil_div(e.k, k.bk) /
-                                         (k.persistent ? blocks : tiles * split));
-    loop += ceil_div(blocks, model.sm_count) * loads * k.bk * kShortRowClocks / model.clocks_per_us;
-  }
-  // The last block of a tile adds up all of its slices; a persistent one has its own at hand, yet
-  // at the end of a ragged share it has also stored one of another tile.
-  const double slices = k.sliced       ? 1  // together: a block reads as much as one part
-                        : k.persistent ? std::max(1.0, double(blocks) / tiles) - (ragged ? 0 : 1)
-                                       : split;
-  const double fixup = split > 1 ? cost.arrive_us + slices * cost.slice_us : 0;
-
-  // The loops and the traffic overlap, yet wait for each other where they take about as long. No
-  // block computes or streams while the first ones start and the last ones end.
-  const double traffic = traffic_bytes(k, cost, model, e, split) / model.bytes_per_us;
-  return launch_us(k, cost, model, blocks, steps) + cost.fixed_us + std::hypot(loop, traffic) +
-         fixup;
 }
 
 }  // namespace moonpoly

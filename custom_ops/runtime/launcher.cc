@@ -7,12 +7,12 @@
 #include <system_error>
 #include <thread>
 
-#include "cost_model.h"
 #include "error.h"
 #include "op_structure.h"
 #include "pack.h"
 #include "packing.h"
 #include "planner.h"
+#include "prediction.h"
 #include "regions.h"
 #include "stats.h"
 #include "vendor.h"
@@ -451,7 +451,7 @@ void Launcher::launch_regions(const mp_problem& p, const mp_region* regions, int
       }
     }
     const int64_t steps = (p.k + int64_t{k.bk} * r.split - 1) / (int64_t{k.bk} * r.split);
-    const bool is_early = is_launched_early(k, sm_count_, r.grid, steps);
+    const bool is_early = is_launched_early(KernelTraits(k), sm_count_, r.grid, steps);
     const CUresult result = enqueue(functions_[r.kernel], k, static_cast<unsigned>(r.grid),
                                     is_early, stream, args.data());
     if (result) check(result, (std::string("cuLaunchKernel of ") + k.name).c_str());

@@ -26,10 +26,12 @@ inline int element_bytes(int32_t dtype) { return dtype == MP_F32 ? 4 : 2; }
 inline bool uses_tensor_maps(int32_t family) {
   return family == MP_GEMM_TMA || family == MP_GEMM_WS || family == MP_GEMM_TMA_MASKED;
 }
-inline bool is_convolution(const mp_kernel& kernel) { return kernel.family >= MP_CONV; }
-inline bool is_depthwise(const mp_kernel& kernel) {
-  return kernel.family == MP_CONV_DEPTHWISE || kernel.family == MP_CONV_DEPTHWISE_TRANSPOSED;
+inline bool is_convolution(int32_t family) { return family >= MP_CONV; }
+inline bool is_convolution(const mp_kernel& kernel) { return is_convolution(kernel.family); }
+inline bool is_depthwise(int32_t family) {
+  return family == MP_CONV_DEPTHWISE || family == MP_CONV_DEPTHWISE_TRANSPOSED;
 }
+inline bool is_depthwise(const mp_kernel& kernel) { return is_depthwise(kernel.family); }
 // Depthwise kernels add up in fp32 on the scalar units, whichever precision is asked for.
 inline bool computes_in(const mp_kernel& kernel, int32_t dtype, int32_t precision) {
   return kernel.dtype == dtype &&

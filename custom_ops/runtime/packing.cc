@@ -205,9 +205,10 @@ void Planner::consider_copies(const mp_problem& p, const PlanRequest& request, b
   area.z = q.batch;
   const Extent extent = extent_of(q, area);
   const auto takes = [&](int index) {
-    if (!costs_[index].legal || refusal(pack_.kernel(index), q)) return false;
+    const KernelCost& cost = costs_[index];
+    if (!cost.legal || refusal(cost.kernel, q)) return false;
     Choice choice;
-    consider(index, extent, request, &choice);
+    consider(index, extent, Tiling(cost.kernel, extent), request, &choice);
     return choice.kernel >= 0;  // else it cannot cut K as it is asked to
   };
   const auto& kernels =

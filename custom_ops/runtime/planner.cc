@@ -64,18 +64,19 @@ namespace {
 // says, and test their masks that coarsely. Rows of a padded copy end earlier, at K: the zeros
 // behind them are harmless where both operands have them there, else they meet what lies behind the
 // other's.
-bool believes_in_longer_rows(const mp_kernel& k, const mp_problem& p) {
+bool believes_in_longer_rows(const KernelTraits& k, const mp_problem& p) {
   const int64_t row = p.k * element_bytes(p.dtype);
-  const bool longer = (!p.trans_a && row % k.align_a != 0) || (p.trans_b && row % k.align_b != 0);
+  const auto divides = [row](int64_t power) { return (row & (power - 1)) == 0; };
+  const bool longer = (!p.trans_a && !divides(k.align_a)) || (p.trans_b && !divides(k.align_b));
   const bool both_padded = !p.trans_a && p.trans_b && p.align_a == 16 && p.align_b == 16;
   return longer && !both_padded;
 }
 
 }  // namespace
 
-const char* refusal(const mp_kernel& k, const mp_problem& p) {
+const char* refusal(const KernelTraits& k, const mp_problem& p) {
   if (k.family == MP_COPY_PADDED) return "it copies and computes no product";
-  if (is_convolution(k)) return "it computes convolutions";
+  if (is_convolution(k.family)) return "it computes convolutions";
   if (k.dtype != p.dtype) return "it has another dtype";
   if (k.dtype == MP_F32 && k.precision != p.precision) return "it has another precision";
   if (k.trans_a != p.trans_a || k.trans_b != p.trans_b) return "it has another operand layout";
@@ -83,16 +84,18 @@ const char* refusal(const mp_kernel& k, const mp_problem& p) {
     return "the operands are not aligned enough for it";
   }
   if (p.bias == MP_BIAS_MATRIX && !k.bias_matrix) return "it takes no matrix bias";
-  if (!uses_tensor_maps(k.family) && believes_in_longer_rows(k, p)) {
+  if (!k.tensor_maps && believes_in_longer_rows(k, p)) {
     return "K is shorter than the padded rows of one operand";
   }
   if (k.family == MP_GEMM_SHALLOW && p.k > k.bk) return "K is longer than it is unrolled for";
-  if (uses_tensor_maps(k.family)) {
+  if (k.tensor_maps) {
     // A tensor map has no empty dimension, and its strides have 40 bits.
     if (p.k == 0) return "K is 0";
     const int64_t widest =
         std::max({p.lda, p.ldb, p.ldc, p.a_batch_stride, p.b_batch_stride, p.c_batch_stride});
-    if (widest >= kMaxStrideBytes / element_bytes(p.dtype)) return "a stride has over 40 bits";
+    if (widest >= (p.dtype == MP_F32 ? kMaxStrideBytes / 4 : kMaxStrideBytes / 2)) {
+      return "a stride has over 40 bits";
+    }
   }
   return nullptr;
 }
@@ -159,6 +162,7 @@ Planner::Planner(const Pack& pack, const mp_device& device)
   has_table_ = measured != nullptr;
   model_ = DeviceModel(device, table);
   costs_ = kernel_costs(&pack.kernel(0), pack.kernel_count(), device, model_, measured);
+  for (int i = 0; i < pack.kernel_count(); ++i) costs_[i].joins = can_join(pack, pack.kernel(i));
   if (table) {
     vendor_ = VendorModel(pack.vendor_costs(*table), table->vendor_count, model_);
     // A catalog is for explaining and interpreting our own kernels.
@@ -166,23 +170,26 @@ Planner::Planner(const Pack& pack, const mp_device& device)
   }
 }
 
-void Planner::consider(int index, const Extent& e, const PlanRequest& request, Choice* best) const {
-  const mp_kernel& k = pack_.kernel(index);
+void Planner::consider(int index, const Extent& e, const Tiling& tiling, const PlanRequest& request,
+                       Choice* best) const {
   const KernelCost& cost = costs_[index];
-  const int64_t tiles = ceil_div(e.m, k.bm) * ceil_div(e.n, k.bn) * e.batch;
-  const int64_t steps = ceil_div(e.k, k.bk);
+  const KernelTraits& k = cost.kernel;
+  const int64_t tiles = tiling.tiles, steps = tiling.steps;
   // Tiles of a warp or two answer soonest while one matrix has few of them. By the costs fitted to
   // those they would be taken for hundreds, where they reached 0.45 to 0.85 of cuBLAS's speed on an
   // H200.
-  const bool lean = uses_tensor_maps(k.family) && k.warps <= 2 && e.batch == 1;
+  const bool lean = k.tensor_maps && k.warps <= 2 && e.batch == 1;
   if (lean && request.only_kernel < 0 && tiles > 3 * int64_t{model_.sm_count}) return;
   const auto offer = [&](int split) {
-    if (ceil_div(e.m, k.bm) * ceil_div(e.n, k.bn) * split > kMaxBlocks) return;
-    if (k.group_m * ceil_div(e.n, k.bn) > kMaxBlocks) return;  // tiles of a group, in 32 bits
+    if (tiling.rows * tiling.columns * split > kMaxBlocks) return;
+    if (k.group_m * tiling.columns > kMaxBlocks) return;  // tiles of a group, in 32 bits
     // A sliced kernel takes the product of K steps and slices in 32 bits.
     if (k.sliced && steps * split > kMaxExtent) return;
-    const double us = predict_us(k, cost, model_, e, split);
-    if (best->kernel < 0 || us < best->us) *best = Choice{index, split, us, cost.measured};
+    const double us = predict_us(cost, model_, e, tiling, split);
+    // A tie goes to the kernel that comes first in the pack, whatever the order of the search.
+    if (best->kernel < 0 || us < best->us || (us == best->us && index < best->kernel)) {
+      *best = Choice{index, split, us, cost.measured};
+    }
   };
   if (!k.split_k) {
     if (request.only_split <= 1) offer(1);
@@ -239,7 +246,7 @@ void Planner::consider(int index, const Extent& e, const PlanRequest& request, C
 }
 
 Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const PlanRequest& request,
-                                std::vector<int>* legal) const {
+                                std::vector<Covering>* legal) const {
   Choice best;
   if (request.only_kernel >= 0) {
     if (request.only_kernel >= pack_.kernel_count()) {
@@ -247,7 +254,7 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const Plan
            pack_.kernel_count());
     }
     const mp_kernel& k = pack_.kernel(request.only_kernel);
-    if (const char* why = refusal(k, p)) {
+    if (const char* why = refusal(KernelTraits(k), p)) {
       fail(MP_NO_KERNEL, "kernel ", k.name, " cannot run this problem: ", why);
     }
     if (costs_[request.only_kernel].excluded) {
@@ -260,7 +267,7 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const Plan
            " bytes of shared memory and ", k.registers, " registers a thread, more than ",
            device_.name, " has");
     }
-    consider(request.only_kernel, e, request, &best);
+    consider(request.only_kernel, e, Tiling(KernelTraits(k), e), request, &best);
     if (best.kernel < 0) {
       fail(MP_INVALID, "kernel ", k.name, " cannot cut K = ", e.k, " into ", request.only_split,
            " slices (0: any): it ", k.split_k ? "needs 2 to " : "takes 1, not ",
@@ -271,11 +278,26 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const Plan
   }
   const int precision = p.dtype == MP_F32 ? p.precision : MP_TF32;
   const std::vector<int>& kernels = pack_.kernels_of(p.dtype, precision, p.trans_a, p.trans_b);
+  // The likeliest kernel first: against it most of the others need no prediction.
+  std::vector<double> least;
+  least.reserve(kernels.size());
   legal->reserve(kernels.size());
+  const double traffic_us = e.unique_bytes / model_.bytes_per_us;
+  size_t first = 0;
   for (int index : kernels) {
-    if (!costs_[index].legal || refusal(pack_.kernel(index), p)) continue;
-    legal->push_back(index);
-    consider(index, e, request, &best);
+    const KernelCost& cost = costs_[index];
+    if (!cost.legal || refusal(cost.kernel, p)) continue;
+    legal->emplace_back(index, cost.kernel, e);
+    least.push_back(least_us(cost, legal->back().tiling, traffic_us));
+    if (least.back() < least[first]) first = least.size() - 1;
+  }
+  const auto try_kernel = [&](size_t i) {
+    if (best.kernel >= 0 && least[i] > best.us) return;
+    consider((*legal)[i].kernel, e, (*legal)[i].tiling, request, &best);
+  };
+  if (!least.empty()) try_kernel(first);
+  for (size_t i = 0; i < least.size(); ++i) {
+    if (i != first) try_kernel(i);
   }
   if (best.kernel < 0) {
     static const char* const dtypes[] = {"fp16", "bf16", "fp32"};
@@ -292,12 +314,12 @@ Planner::Choice Planner::choose(const mp_problem& p, const Extent& e, const Plan
 void Planner::cover(const mp_problem& p, const mp_region& area, const PlanRequest& request,
                     mp_plan* out) const {
   const Extent extent = extent_of(p, area);
-  std::vector<int> legal;
+  std::vector<Covering> legal;
   const Choice choice = choose(p, extent, request, &legal);
   const bool free = request.only_split == 0 && !(request.flags & MP_PLAN_NO_REGIONS);
   TwoParts two;
   if (free && !legal.empty() && out->region_count + 2 <= MP_MAX_REGIONS &&
-      cut_in_two(pack_, costs_, model_, p, area, legal, request.means(), choice.us, &two)) {
+      cut_in_two(costs_, model_, p, area, legal, request.means(), choice.us, &two)) {
     for (int i : {0, 1}) {
       const Part& part = two.part[i];
       const bool measured = costs_[part.kernel].measured;
@@ -324,7 +346,7 @@ void Planner::add(const mp_problem& p, const mp_region& area, const Choice& choi
     r.split = choice.split;
     r.z0 = area.z0 + z;
     r.z = std::min(entries, area.z - z);
-    r.grid = grid_blocks(k, costs_[choice.kernel], model_, r.z * tiles, choice.split);
+    r.grid = grid_blocks(costs_[choice.kernel], model_, r.z * tiles, choice.split);
     if (choice.split > 1) {
       r.workspace_bytes = r.grid * k.bm * k.bn * static_cast<int64_t>(sizeof(float));
       r.counters = k.persistent ? r.grid * (k.warps / 4 - 1) : r.z * tiles;

@@ -9,6 +9,7 @@
 
 #include "cost_model.h"
 #include "moonpoly.h"
+#include "prediction.h"
 #include "problem_cache.h"
 #include "regions.h"
 #include "vendor_model.h"
@@ -75,8 +76,10 @@ class Planner {
   };
   // `legal` receives the kernels among which it was free to choose.
   Choice choose(const mp_problem& problem, const Extent& extent, const PlanRequest& request,
-                std::vector<int>* legal) const;
-  void consider(int kernel, const Extent& extent, const PlanRequest& request, Choice* best) const;
+                std::vector<Covering>* legal) const;
+  // Takes the kernel for `best` where it is, with the split that suits it.
+  void consider(int kernel, const Extent& extent, const Tiling& tiling, const PlanRequest& request,
+                Choice* best) const;
   void cover(const mp_problem& problem, const mp_region& area, const PlanRequest& request,
              mp_plan* out) const;
   // Puts cuBLASLt in the place of the plan where that is promised to be faster, or forced.
@@ -98,7 +101,7 @@ class Planner {
 
 // Why the kernel cannot run the problem, or null if it can. The one legality rule: planner,
 // launcher and forced choices all ask it.
-const char* refusal(const mp_kernel& kernel, const mp_problem& problem);
+const char* refusal(const KernelTraits& kernel, const mp_problem& problem);
 
 // What a prediction needs to know of a region of the problem.
 Extent extent_of(const mp_problem& problem, const mp_region& region);

@@ -1,6 +1,7 @@
 #include "regions.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -26,10 +27,12 @@ constexpr int64_t kAlignment = 16;  // bytes, the most that a kernel asks of its
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 double never() { return std::numeric_limits<double>::infinity(); }
 
+constexpr double kRounding = 1e-9;  // by which bounds may be off, relatively
+
 // What the search reads of a kernel, derived once a problem.
 struct Candidate {
   int index;
-  const mp_kernel* kernel;
+  const KernelTraits* kernel;
   const KernelCost* cost;
   int slots;
   int steps;       // K steps of a tile
@@ -82,6 +85,15 @@ double finish_us(const FirstKernel& first, double ready_us, double all_us, const
   return end;
 }
 
+// That is never earlier than one block takes, nor than all of them do with no slot idle meanwhile.
+double least_finish_us(const FirstKernel& first, double ready_us, double all_us,
+                       const SecondKernel& s, int sm_count) {
+  const double idle = (first.free_sms * ready_us + (sm_count - first.free_sms) * all_us) / sm_count;
+  const double busy = idle + s.blocks * s.block_us / (double(sm_count) * s.per_sm);
+  const double one = ready_us + s.block_us;
+  return (busy >= all_us ? std::max(one, busy) : one) * (1 - kRounding);
+}
+
 struct Cut {
   const Candidate* first;
   mp_region part[2];
@@ -91,41 +103,46 @@ struct Cut {
 
 class Search {
  public:
-  Search(const Pack& pack, const std::vector<KernelCost>& costs, const DeviceModel& model,
-         const mp_problem& problem, const mp_region& area, const std::vector<int>& legal,
-         const Means& means, double limit_us)
-      : pack_(pack), model_(model), p_(problem), area_(area), means_(means), limit_us_(limit_us) {
-    const Extent extent = extent_of(p_, area_);
-    unique_ = extent.unique_bytes;
-    bool maps = false;
-    for (int i : legal) maps |= uses_tensor_maps(pack.kernel(i).family);
-    for (int i : legal) {
-      const mp_kernel& k = pack.kernel(i);
-      if (maps && !uses_tensor_maps(k.family)) continue;
-      if (p_.bias != MP_BIAS_MATRIX && k.bias_matrix) continue;
-      if (k.split_k && !(k.persistent ? means.stream : means.split)) continue;
-      const KernelCost& cost = costs[i];
-      const int steps = static_cast<int>(ceil_div(p_.k, k.bk));
-      const int slots = model.sm_count * cost.blocks_per_sm;
-      const double share = crossing_share(k, extent);
-      const double end = k.persistent ? tile_end_us(cost, steps) : cost.fixed_us;
-      const double wave = end + steps * cost.step_us * share;
-      candidates_.push_back(
-          {i, &k, &cost, slots, steps, share, wave, wave / slots / (k.bm * k.bn)});
-    }
+  Search(const std::vector<KernelCost>& costs, const DeviceModel& model, const mp_problem& problem,
+         const mp_region& area, const std::vector<Covering>& legal, const Means& means,
+         double limit_us)
+      : costs_(costs),
+        model_(model),
+        p_(problem),
+        area_(area),
+        legal_(legal),
+        means_(means),
+        limit_us_(limit_us),
+        extent_(extent_of(problem, area)) {
+    for (const Covering& c : legal_) maps_ |= costs_[c.kernel].kernel.tensor_maps;
   }
 
   bool run(TwoParts* out) {
-    std::vector<const Candidate*> firsts;
-    for (const Candidate& c : candidates_) {
-      if (!c.kernel->split_k && c.tiles(area_) <= kMostTiles) firsts.push_back(&c);
+    struct Ranked {
+      double rate;
+      const Covering* covering;
+    };
+    std::vector<Ranked> ranked;
+    ranked.reserve(legal_.size());
+    for (const Covering& c : legal_) {
+      if (!takes_part(c) || costs_[c.kernel].kernel.split_k) continue;
+      if (c.tiling.tiles <= kMostTiles) ranked.push_back({candidate(c).rate, &c});
     }
-    const auto by_rate = [](const Candidate* a, const Candidate* b) { return a->rate < b->rate; };
-    const size_t kept = std::min<size_t>(kFirstKernels, firsts.size());
-    std::partial_sort(firsts.begin(), firsts.begin() + kept, firsts.end(), by_rate);
+    const auto by_rate = [](const Ranked& a, const Ranked& b) { return a.rate < b.rate; };
+    const size_t kept = std::min<size_t>(kFirstKernels, ranked.size());
+    std::partial_sort(ranked.begin(), ranked.begin() + kept, ranked.end(), by_rate);
     if (kept == 0) return false;
-    best_rate_ = firsts[0]->rate;
-    for (size_t i = 0; i < kept; ++i) add_cuts(*firsts[i]);
+    best_rate_ = ranked[0].rate;
+    std::array<Candidate, kFirstKernels> firsts;
+    for (size_t i = 0; i < kept; ++i) {
+      firsts[i] = candidate(*ranked[i].covering);
+      add_cuts(firsts[i]);
+    }
+    if (cuts_.empty()) return false;
+    candidates_.reserve(legal_.size());
+    for (const Covering& c : legal_) {
+      if (takes_part(c)) candidates_.push_back(candidate(c));
+    }
     const auto by_bound = [](const Cut& a, const Cut& b) { return a.bound_us < b.bound_us; };
     std::sort(cuts_.begin(), cuts_.end(), by_bound);
     bool found = false;
@@ -136,20 +153,46 @@ class Search {
   }
 
  private:
+  bool takes_part(const Covering& c) const {
+    const KernelTraits& k = costs_[c.kernel].kernel;
+    if (maps_ && !k.tensor_maps) return false;
+    if (p_.bias != MP_BIAS_MATRIX && k.bias_matrix) return false;
+    return !k.split_k || (k.persistent ? means_.stream : means_.split);
+  }
+
+  Candidate candidate(const Covering& c) const {
+    const KernelCost& cost = costs_[c.kernel];
+    const KernelTraits& k = cost.kernel;
+    const int steps = c.tiling.steps;
+    const int slots = model_.sm_count * cost.blocks_per_sm;
+    const double share = crossing_share(k, extent_);
+    const double end = k.persistent ? tile_end_us(cost, steps) : cost.fixed_us;
+    const double wave = end + steps * cost.step_us * share;
+    return {c.kernel, &k, &cost, slots, steps, share, wave, wave / slots / (k.bm * k.bn)};
+  }
+
   // us of `loops_us` of the SMs' time, the first kernel's start and all traffic.
   double total_us(const Candidate& first, double loops_us, double bytes) const {
     const double fixed = first.cost->fixed_us;
     const int64_t wave = int64_t{model_.sm_count} * first.cost->blocks_per_sm;  // at least
-    return launch_us(*first.kernel, *first.cost, model_, wave, first.steps) + fixed +
+    return launch_us(*first.cost, model_, wave, first.steps) + fixed +
            std::hypot(loops_us - fixed, bytes / model_.bytes_per_us);
+  }
+
+  // The longest loops with which total_us may be below the limit.
+  double most_loops_us(const Candidate& first, double bytes) const {
+    const double fixed = first.cost->fixed_us;
+    const double room = limit_us_ - total_us(first, fixed, 0);
+    const double streams = bytes / model_.bytes_per_us;
+    if (room < streams) return -never();
+    return (fixed + std::sqrt(room * room - streams * streams)) * (1 + kRounding);
   }
 
   // Cuts at whole waves of the first kernel, and at the end of its last whole tile.
   void add_cuts(const Candidate& c) {
-    if (total_us(c, c.wave_us + (c.kernel->persistent ? c.cost->fixed_us : 0), unique_) >=
-        limit_us_) {
-      return;  // a single wave of it takes too long
-    }
+    const double head = c.kernel->persistent ? c.cost->fixed_us : 0;
+    const double most = most_loops_us(c, extent_.unique_bytes);
+    if (head + c.wave_us > most) return;  // a single wave of it takes too long
     const int64_t rows = ceil_div(area_.m, c.kernel->bm), columns = ceil_div(area_.n, c.kernel->bn);
     const int64_t waves = rows * columns * area_.z / c.slots;
     if (waves > kMostWaves) return;
@@ -173,11 +216,12 @@ class Search {
         cut.part[1].*size -= at * tile;
         const int64_t tiles = c.tiles(cut.part[0]);
         cut.time = time_first(c, model_, tiles);
-        const double head = c.kernel->persistent ? c.cost->fixed_us : 0;
         const mp_region& rest = cut.part[1];
         const double spread = head + static_cast<double>(tiles) / c.slots * c.wave_us +
                               double(rest.m) * rest.n * rest.z * best_rate_;
-        cut.bound_us = total_us(c, std::max(cut.time.end_us, spread), unique_);
+        const double loops = std::max(cut.time.end_us, spread);
+        if (loops > most) continue;
+        cut.bound_us = total_us(c, loops, extent_.unique_bytes);
         if (cut.bound_us < limit_us_) cuts_.push_back(cut);
       }
     };
@@ -188,23 +232,28 @@ class Search {
 
   bool second_of(const Cut& cut, TwoParts* out) {
     const Candidate& first = *cut.first;
-    const bool can = can_join(pack_, *first.kernel);
     const double traffic = moved_bytes(cut);
+    double most = most_loops_us(first, traffic);
     bool found = false;
     for (const Candidate& c : candidates_) {
       const int64_t tiles = c.tiles(cut.part[1]);
       if (tiles > kMostTiles) continue;
-      const bool joined = can && can_join(pack_, *c.kernel);
+      const bool joined = first.cost->joins && c.cost->joins;
       const double behind = cut.time.end_us + (joined ? 0 : model_.launch_us);
       const double ready =
           joined ? std::max(cut.time.begin_us, model_.launch_us) : behind;  // about so long
+      const double all = std::max(behind, ready);
       for (int split : splits(c, tiles)) {
         SecondKernel s{};
         const double fixup = second_kernel(c, tiles, split, cut.time.free_sms > 0, &s);
-        const double end = finish_us(cut.time, ready, std::max(behind, ready), s, model_.sm_count);
-        const double us = total_us(first, std::max(end, cut.time.end_us), traffic) + fixup;
+        if (least_finish_us(cut.time, ready, all, s, model_.sm_count) + fixup > most) continue;
+        const double end = finish_us(cut.time, ready, all, s, model_.sm_count);
+        const double loops = std::max(end, cut.time.end_us);
+        if (loops + fixup > most) continue;
+        const double us = total_us(first, loops, traffic) + fixup;
         if (us >= limit_us_) continue;
         limit_us_ = us;
+        most = most_loops_us(first, traffic);
         found = true;
         const double alone = std::min(total_us(first, cut.time.end_us, 0), 0.99 * us);
         *out = TwoParts{
@@ -219,9 +268,9 @@ class Search {
   // Fills in the second kernel's blocks; returns the time that its last sums over slices take.
   double second_kernel(const Candidate& c, int64_t tiles, int split, bool beside,
                        SecondKernel* out) const {
-    const mp_kernel& k = *c.kernel;
+    const KernelTraits& k = *c.kernel;
     const KernelCost& cost = *c.cost;
-    out->blocks = grid_blocks(k, cost, model_, tiles, split);
+    out->blocks = grid_blocks(cost, model_, tiles, split);
     out->per_sm = cost.blocks_per_sm;
     const double step =
         beside ? cost.step_us : step_us(cost, model_, std::min<int64_t>(out->blocks, c.slots));
@@ -265,22 +314,26 @@ class Search {
   }
 
   double moved_bytes(const Cut& cut) const {
-    if (unique_ <= model_.l2_bytes) return unique_;
+    if (extent_.unique_bytes <= model_.l2_bytes) return extent_.unique_bytes;
     double sum = 0;
     for (const mp_region& r : cut.part) {
-      sum += traffic_bytes(*cut.first->kernel, *cut.first->cost, model_, extent_of(p_, r), 1);
+      const Extent extent = extent_of(p_, r);
+      sum += traffic_bytes(*cut.first->cost, model_, extent, {*cut.first->kernel, extent}, 1);
     }
     return sum;
   }
 
-  const Pack& pack_;
+  const std::vector<KernelCost>& costs_;
   const DeviceModel& model_;
   const mp_problem& p_;
   const mp_region& area_;
+  const std::vector<Covering>& legal_;
   const Means means_;
   double limit_us_;
-  double unique_ = 0, best_rate_ = 0;
-  std::vector<Candidate> candidates_;
+  const Extent extent_;
+  bool maps_ = false;  // a kernel that uses tensor maps is among them
+  double best_rate_ = 0;
+  std::vector<Candidate> candidates_;  // to be the second
   std::vector<Cut> cuts_;
 };
 
@@ -290,11 +343,12 @@ bool apart(int64_t a, int64_t a_size, int64_t b, int64_t b_size) {
 
 }  // namespace
 
-bool cut_in_two(const Pack& pack, const std::vector<KernelCost>& costs, const DeviceModel& model,
-                const mp_problem& problem, const mp_region& area, const std::vector<int>& legal,
-                const Means& means, double limit_us, TwoParts* out) {
+bool cut_in_two(const std::vector<KernelCost>& costs, const DeviceModel& model,
+                const mp_problem& problem, const mp_region& area,
+                const std::vector<Covering>& legal, const Means& means, double limit_us,
+                TwoParts* out) {
   if (problem.k == 0) return false;
-  return Search(pack, costs, model, problem, area, legal, means,
+  return Search(costs, model, problem, area, legal, means,
                 std::min(kDoubt * limit_us, limit_us - kLeastGainUs))
       .run(out);
 }

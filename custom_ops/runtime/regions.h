@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "cost_model.h"
 #include "moonpoly.h"
+#include "prediction.h"
 
 namespace moonpoly {
 
@@ -32,11 +32,22 @@ struct TwoParts {
   double us;
 };
 
+// A kernel that may run a problem, and how its tiles cover the area at hand.
+struct Covering {
+  int kernel;
+  Tiling tiling;
+
+  Covering(int index, const KernelTraits& traits, const Extent& extent)
+      : kernel(index), tiling(traits, extent) {}
+};
+
 // Looks for a cut of `area` whose two kernels are predicted to take less than `limit_us`, margin of
-// doubt included. `legal` are the kernels that may run the problem. False: there is none.
-bool cut_in_two(const Pack& pack, const std::vector<KernelCost>& costs, const DeviceModel& model,
-                const mp_problem& problem, const mp_region& area, const std::vector<int>& legal,
-                const Means& means, double limit_us, TwoParts* out);
+// doubt included. `legal` are the kernels that may run the problem, in
+// the pack's order. False: there is none.
+bool cut_in_two(const std::vector<KernelCost>& costs, const DeviceModel& model,
+                const mp_problem& problem, const mp_region& area,
+                const std::vector<Covering>& legal, const Means& means, double limit_us,
+                TwoParts* out);
 
 // Whether a kernel can run beside another: it has a parameter ORDER and is launched early.
 bool can_join(const Pack& pack, const mp_kernel& kernel);

@@ -78,6 +78,15 @@ double factor(const mp_log_factors& c, const mp_problem& p, const Place& place) 
   return std::exp(log);
 }
 
+// No `factor` is above it.
+double most_factor(const mp_log_factors& c) {
+  double log = *std::max_element(std::begin(c.nodes), std::end(c.nodes));
+  for (const auto& operand : c.misaligned) {
+    log += std::max(0.0f, *std::max_element(std::begin(operand), std::end(operand)));
+  }
+  return std::exp(log) * (1 + 1e-9);  // for what rounding adds
+}
+
 bool finite(const mp_log_factors& c) {
   const auto is_finite = [](float log) { return std::isfinite(log); };
   return std::all_of(&c.misaligned[0][0], &c.misaligned[0][0] + 9, is_finite) &&
@@ -113,9 +122,14 @@ VendorModel::VendorModel(const mp_vendor_cost* costs, int count, const DeviceMod
     : costs_(costs, costs + count), sm_count_(device.sm_count) {
   for (int i = 0; i < count; ++i) {
     const mp_vendor_cost& c = costs[i];
+    most_promise_.push_back(most_factor(c.promise));
     places_[class_index(c.dtype, c.precision, c.trans_a, c.trans_b, c.aligned, c.batched)] =
         static_cast<int16_t>(i + 1);
   }
+}
+
+bool VendorModel::may_win(const mp_vendor_cost& c, double promised_us) const {
+  return kHostUs * c.margin < promised_us * most_promise_[&c - costs_.data()];
 }
 
 const mp_vendor_cost* VendorModel::cost_of(const mp_problem& p) const {
@@ -160,7 +174,7 @@ void Planner::plan_vendor(const mp_problem& p, const PlanRequest& request, mp_pl
          " slices; leave the split at 0");
   }
   const mp_vendor_cost* cost = vendor_.cost_of(p);
-  if (why || (!forced && !cost)) return;
+  if (why || (!forced && (!cost || !vendor_.may_win(*cost, out->predicted_us)))) return;
   mp_region whole{};
   whole.m = p.m;
   whole.n = p.n;

@@ -6,8 +6,8 @@
 #include <array>
 #include <vector>
 
-#include "cost_model.h"
 #include "moonpoly.h"
+#include "prediction.h"
 
 namespace moonpoly {
 
@@ -24,6 +24,9 @@ class VendorModel {
   // Of the problem's class; null where it was not measured.
   const mp_vendor_cost* cost_of(const mp_problem& problem) const;
 
+  // Whether `compare` may find it worth its host time, which is asked first: it costs nothing.
+  bool may_win(const mp_vendor_cost& cost, double promised_us) const;
+
   // Microseconds that cuBLASLt and another plan are likely to take.
   struct Comparison {
     double vendor_us, other_us;
@@ -35,6 +38,7 @@ class VendorModel {
 
  private:
   std::vector<mp_vendor_cost> costs_;
+  std::vector<double> most_promise_;  // of each: the greatest factor on another plan's promise
   std::array<int16_t, 96> places_{};  // by class, from 1; 0: not measured
   int sm_count_ = 1;
 };

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_pack import TinyKernel, h200, pack_bytes, standard_kernels, unaligned_kernels
 
-from moonpoly_ort import devices, errors, native, packs
+from moonpoly_ort import devices, errors, native, packs, tables
 
 SIZES = st.one_of(
     st.integers(1, 300),
@@ -465,3 +466,49 @@ def test_kernels_that_believe_in_longer_rows_take_no_padded_operand_alone(
                 pack.plan(device, p, kernel=i)
         else:
             pack.plan(device, p, kernel=i)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> native.Pack:
+    """The kernels of sm_90 with the costs that were measured on an H200."""
+    path = tmp_path_factory.mktemp("tuned") / "sm_90.mpk"
+    table = tables.load(Path(__file__).parents[2] / "tuned" / "gemm__nvidia-h200.json")
+    packs.write_with_tables(packs.catalog(90), path, [table])
+    return native.Pack(path)
+
+
+@given(
+    p=st.builds(
+        problem,
+        *[st.one_of(st.integers(1, 64), st.integers(1, 8000)).map(lambda i: 8 * i)] * 3,
+        dtype=st.sampled_from(native.Dtype), trans_b=st.integers(0, 1),
+        batch=st.sampled_from([1, 1, 7, 200]), a_mod=st.just(2**20), b_mod=st.just(2**20),
+        align_a=st.sampled_from([4, 16, 16]), bias=st.sampled_from([0, 1]),
+    ),
+    measured=st.booleans(),
+    flags=st.sampled_from([0, native.PlanFlag.NO_SPLIT, native.PlanFlag.NO_STREAM]),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_no_kernel_that_is_left_out_of_the_search_is_better(
+    tuned: native.Pack, p: native.Problem, measured: bool, flags: int
+) -> None:
+    """The first of the kernels whose prediction is least, with its best split, is what is found."""
+    flags |= native.PlanFlag.NO_REGIONS | native.PlanFlag.NO_VENDOR
+    device = h200() if measured else devices.lookup("H100")
+    plan = tuned.plan(device, p, flags=flags)
+    assert bool(plan.measured) == measured
+    forced = {}
+    for i, k in enumerate(tuned.kernels):
+        tiles = ceil_div(p.m, k.bm) * ceil_div(p.n, k.bn)
+        lean = k.family in TENSOR_MAPS and k.warps <= 2 and p.batch == 1
+        if lean and tiles > 3 * device.sm_count:
+            continue  # of those only few tiles are taken, unless they are forced
+        if (k.dtype, k.trans_a, k.trans_b) == (p.dtype, p.trans_a, p.trans_b):
+            with contextlib.suppress(errors.MoonPolyError):
+                forced[i] = tuned.plan(device, p, kernel=i, flags=flags).predicted_us
+    least = min(forced.values())
+    if plan.copies:
+        assert plan.predicted_us < least
+        return
+    assert plan.predicted_us == least
+    assert plan.regions[0].kernel == min(i for i, us in forced.items() if us == least)
