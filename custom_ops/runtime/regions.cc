@@ -35,10 +35,11 @@ struct Candidate {
   const KernelTraits* kernel;
   const KernelCost* cost;
   int slots;
-  int steps;       // K steps of a tile
-  double share;    // of a step's cost: rows that cross lines
-  double wave_us;  // of a full wave
-  double rate;     // us per element of Y in full waves
+  int steps;          // K steps of a tile
+  double share;       // of a step's cost: rows that cross lines
+  double wave_us;     // of a full wave
+  double rate;        // us per element of Y in full waves
+  double least_rate;  // no share of a K step on the device is less, whatever the split
 
   int64_t tiles(const mp_region& area) const {
     return ceil_div(area.m, kernel->bm) * ceil_div(area.n, kernel->bn) * area.z;
@@ -85,20 +86,24 @@ double finish_us(const FirstKernel& first, double ready_us, double all_us, const
   return end;
 }
 
-// That is never earlier than one block takes, nor than all of them do with no slot idle meanwhile.
-double least_finish_us(const FirstKernel& first, double ready_us, double all_us,
-                       const SecondKernel& s, int sm_count) {
-  const double idle = (first.free_sms * ready_us + (sm_count - first.free_sms) * all_us) / sm_count;
-  const double busy = idle + s.blocks * s.block_us / (double(sm_count) * s.per_sm);
-  const double one = ready_us + s.block_us;
-  return (busy >= all_us ? std::max(one, busy) : one) * (1 - kRounding);
-}
-
 struct Cut {
   const Candidate* first;
-  mp_region part[2];
+  int64_t mp_region::* begin;  // the axis that is cut
+  int64_t mp_region::* size;
+  int64_t first_size;
   FirstKernel time;
   double bound_us;  // the second kernel perfectly spread
+
+  // The first kernel's part of the area, or the rest.
+  mp_region first_part(mp_region area) const {
+    area.*size = first_size;
+    return area;
+  }
+  mp_region rest(mp_region area) const {
+    area.*begin += first_size;
+    area.*size -= first_size;
+    return area;
+  }
 };
 
 class Search {
@@ -168,7 +173,23 @@ class Search {
     const double share = crossing_share(k, extent_);
     const double end = k.persistent ? tile_end_us(cost, steps) : cost.fixed_us;
     const double wave = end + steps * cost.step_us * share;
-    return {c.kernel, &k, &cost, slots, steps, share, wave, wave / slots / (k.bm * k.bn)};
+    const int area = k.bm * k.bn;
+    return {c.kernel,
+            &k,
+            &cost,
+            slots,
+            steps,
+            share,
+            wave,
+            wave / slots / area,
+            steps * cost.least_step_us / (double(slots) * area)};
+  }
+
+  // How long a slot is not the second kernel's, on average. Behind `all_us`, when every slot is, no
+  // kernel ends before that and its blocks' time divided by the slots.
+  double idle_us(const FirstKernel& first, double ready_us, double all_us) const {
+    const int64_t rest = model_.sm_count - first.free_sms;
+    return (first.free_sms * ready_us + rest * all_us) / model_.sm_count * (1 - kRounding);
   }
 
   // us of `loops_us` of the SMs' time, the first kernel's start and all traffic.
@@ -210,13 +231,9 @@ class Search {
         if (first != &mp_region::z0 && at * tile * element_bytes(p_.dtype) % kAlignment) continue;
         if (std::find(tried, tried + count, at) != tried + count) continue;
         tried[count++] = at;
-        Cut cut{&c, {area_, area_}, {}, 0};
-        cut.part[0].*size = at * tile;
-        cut.part[1].*first += at * tile;
-        cut.part[1].*size -= at * tile;
-        const int64_t tiles = c.tiles(cut.part[0]);
-        cut.time = time_first(c, model_, tiles);
-        const mp_region& rest = cut.part[1];
+        const int64_t tiles = at * across;
+        Cut cut{&c, first, size, at * tile, time_first(c, model_, tiles), 0};
+        const mp_region rest = cut.rest(area_);
         const double spread = head + static_cast<double>(tiles) / c.slots * c.wave_us +
                               double(rest.m) * rest.n * rest.z * best_rate_;
         const double loops = std::max(cut.time.end_us, spread);
@@ -234,19 +251,23 @@ class Search {
     const Candidate& first = *cut.first;
     const double traffic = moved_bytes(cut);
     double most = most_loops_us(first, traffic);
+    const mp_region rest = cut.rest(area_);
+    const double rest_area = double(rest.m) * rest.n * rest.z;
     bool found = false;
     for (const Candidate& c : candidates_) {
-      const int64_t tiles = c.tiles(cut.part[1]);
-      if (tiles > kMostTiles) continue;
       const bool joined = first.cost->joins && c.cost->joins;
       const double behind = cut.time.end_us + (joined ? 0 : model_.launch_us);
       const double ready =
           joined ? std::max(cut.time.begin_us, model_.launch_us) : behind;  // about so long
       const double all = std::max(behind, ready);
+      const double spread = idle_us(cut.time, ready, all) + rest_area * c.least_rate;
+      if (spread > std::max(all, most)) continue;
+      const int64_t tiles = c.tiles(rest);
+      if (tiles > kMostTiles) continue;
       for (int split : splits(c, tiles)) {
         SecondKernel s{};
         const double fixup = second_kernel(c, tiles, split, cut.time.free_sms > 0, &s);
-        if (least_finish_us(cut.time, ready, all, s, model_.sm_count) + fixup > most) continue;
+        if (ready + s.block_us + fixup > most) continue;
         const double end = finish_us(cut.time, ready, all, s, model_.sm_count);
         const double loops = std::max(end, cut.time.end_us);
         if (loops + fixup > most) continue;
@@ -257,7 +278,7 @@ class Search {
         found = true;
         const double alone = std::min(total_us(first, cut.time.end_us, 0), 0.99 * us);
         *out = TwoParts{
-            {{cut.part[0], first.index, 1, alone}, {cut.part[1], c.index, split, us - alone}},
+            {{cut.first_part(area_), first.index, 1, alone}, {rest, c.index, split, us - alone}},
             joined,
             us};
       }
@@ -316,7 +337,7 @@ class Search {
   double moved_bytes(const Cut& cut) const {
     if (extent_.unique_bytes <= model_.l2_bytes) return extent_.unique_bytes;
     double sum = 0;
-    for (const mp_region& r : cut.part) {
+    for (const mp_region& r : {cut.first_part(area_), cut.rest(area_)}) {
       const Extent extent = extent_of(p_, r);
       sum += traffic_bytes(*cut.first->cost, model_, extent, {*cut.first->kernel, extent}, 1);
     }
