@@ -13,6 +13,7 @@
 #include "pack.h"
 #include "packing.h"
 #include "planner.h"
+#include "regions.h"
 #include "shape.h"
 #include "stats.h"
 #include "vendor.h"

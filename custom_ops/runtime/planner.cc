@@ -8,6 +8,7 @@
 #include "op_structure.h"
 #include "pack.h"
 #include "packing.h"
+#include "regions.h"
 #include "stats.h"
 
 namespace moonpoly {

@@ -11,7 +11,7 @@
 #include "moonpoly.h"
 #include "prediction.h"
 #include "problem_cache.h"
-#include "regions.h"
+#include "two_regions.h"
 #include "vendor_model.h"
 
 namespace moonpoly {
