@@ -72,9 +72,10 @@ class Kernel {
   virtual void execute(OrtKernelContext* context, const Product& product,
                        const Operands& operands) = 0;
 
-  std::shared_ptr<const Planned> plan(const Planner& planner, const Product& product,
-                                      unsigned uses) const {
-    return planner.planned(product.problem, uses, weight_ ? weight_->copy_for(product) : nullptr);
+  std::shared_ptr<const Planned> plan(const Planner& planner, const Product& product, unsigned uses,
+                                      bool again = false) const {
+    const mp_copy* copy = weight_ ? weight_->copy_for(product) : nullptr;
+    return planner.planned(product.problem, uses, copy, again);
   }
 
   // The B that a plan is for.
@@ -160,7 +161,7 @@ class CudaKernel final : public Kernel {
       seen.b = factor(*planned, operands);
       workspace = launcher_->vendor_workspace(planned->launched, planned->plan, seen);
       if (workspace < 0) {
-        planned = plan(*planner_, product, uses & ~kUsesVendor);
+        planned = plan(*planner_, product, uses & ~kUsesVendor, true);
         workspace = planned->plan.workspace_bytes;
       }
     }

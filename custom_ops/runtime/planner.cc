@@ -383,10 +383,10 @@ void Planner::plan(const mp_problem& p, const PlanRequest& asked, mp_plan* out) 
 }
 
 std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, unsigned uses,
-                                                const mp_copy* repacked) const {
+                                                const mp_copy* repacked, bool again) const {
   if (repacked) uses |= kUsesRepacked;
   if (auto known = memory_.find(p, uses)) {
-    stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
+    if (!again) stats().plan_hits.fetch_add(1, std::memory_order_relaxed);
     return known;
   }
   const auto start = std::chrono::steady_clock::now();
@@ -409,7 +409,8 @@ std::shared_ptr<const Planned> Planner::planned(const mp_problem& p, unsigned us
     }
   }
   const auto elapsed = std::chrono::steady_clock::now() - start;
-  stats().add_miss(std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count());
+  const int64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+  again ? stats().add_miss_time(ns) : stats().add_miss(ns);
   memory_.insert(fresh);
   return fresh;
 }

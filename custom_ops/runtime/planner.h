@@ -53,8 +53,10 @@ class Planner {
   // The remembered plan, made on first sight. Layers of a model repeat the same problems, so that a
   // new input size costs a few searches, not one per node. `repacked`: the copy of a constant B
   // (packing.h), which is multiplied instead where that is predicted to be faster; or null.
+  // `again`: for a product that the statistics have counted already.
   std::shared_ptr<const Planned> planned(const mp_problem& problem, unsigned uses,
-                                         const mp_copy* repacked = nullptr) const;
+                                         const mp_copy* repacked = nullptr,
+                                         bool again = false) const;
 
   // Whether costs of this very GPU were in the pack.
   bool has_table() const { return has_table_; }

@@ -13,6 +13,10 @@ struct Stats {
 
   void add_miss(int64_t ns) {
     plan_misses.fetch_add(1, std::memory_order_relaxed);
+    add_miss_time(ns);
+  }
+  // Of another search for the same product.
+  void add_miss_time(int64_t ns) {
     plan_miss_ns_total.fetch_add(ns, std::memory_order_relaxed);
     int64_t max = plan_miss_ns_max.load(std::memory_order_relaxed);
     while (ns > max &&

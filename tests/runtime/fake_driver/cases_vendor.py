@@ -467,10 +467,14 @@ def test_where_it_has_no_algorithm_ours_run(fast: Path) -> None:
     answer(refuse=True)
     node = Node(fast)
     x, y = array(46, 72), array(72, 136)
+    before = native.stats()
     for _ in range(2):
         heuristics = library.fakelt_heuristics()
         check(node.run([x, y]), exact(x) @ exact(y))
         assert launches()
+    after = native.stats()  # the plan without cuBLASLt is for the same product
+    counted = [getattr(after, of) - getattr(before, of) for of in ("plan_hits", "plan_misses")]
+    assert sum(counted) == 2
     assert library.fakelt_heuristics() == heuristics  # the refusal is remembered
 
 
