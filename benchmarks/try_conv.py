@@ -1,7 +1,6 @@
 """Every kernel of convolutions on chosen rows of the suite: times beside the plan's and cuDNN's.
 
-    moonpoly pack --trial --arch sm_90 --output DIR
-    python -m benchmarks.try_conv --pack DIR/sm_90.trial.mpk --ids 78,79 --dtype f32 --output F.csv
+    python -m benchmarks.try_conv --pack sm_90.mpk --ids 78,79 --dtype f32 --output F.csv
 
 A row of the CSV is a kernel on a row of the suite, with the K split that is planned for it. Its
 result is compared with that of the plan, which is judged against float64; what differs is not

@@ -57,21 +57,16 @@ WIDE = (
     ConvTile(32, 128, 32, 4, 3, "fk", swap=True),
     ConvTile(16, 128, 32, 4, 3, "fukt", swap=True),
 )
-# TF32 tiles on trial, in 2-byte elements as all. A K step of 128x128x16 costs a warp 213
-# instructions, of which 127 are for the step itself, whatever it loads: the tensor cores of an SM,
-# which need 246 clocks for it, get it every 426 at best (1000 were measured). Steps of 32 bring
-# that to 0.82 of their pace, more weights for each pixel to 0.98 (256x64). Two blocks of four warps
-# on an SM wait for each other's loads less than one of eight.
-TRIED_TF32 = (
-    ConvTile(128, 128, 64, 8, 3, "f"),
-    ConvTile(256, 64, 64, 8, 3, "fs"),
-    ConvTile(256, 64, 64, 4, 3, "f"),
+# TF32, sm_90. A K step of 128x128x16 costs a warp 213 instructions, of which 127 are for the step
+# itself, whatever it loads: the tensor cores of an SM, which need 246 clocks for it, get it every
+# 426 at best (1000 were measured). Steps of 32 bring that to 0.82 of their pace, more weights for
+# each pixel to 0.98 (256x64). Two blocks of four warps on an SM wait for each other's loads less
+# than one of eight.
+TALL_TF32 = (
     ConvTile(256, 128, 64, 8, 3, "f"),
-    ConvTile(128, 64, 64, 4, 3, "fs"),
+    ConvTile(256, 64, 64, 8, 3, "fs"),
+    ConvTile(128, 128, 64, 8, 3, "f"),
     ConvTile(128, 64, 64, 4, 4, "f"),
-    ConvTile(64, 64, 64, 4, 3, "fs"),
-    ConvTile(64, 128, 64, 8, 3, "f"),
-    ConvTile(32, 128, 64, 4, 3, "f"),
 )
 # Without them both factors pass through registers, which larger tiles would not leave room for.
 NARROW = (
@@ -87,12 +82,13 @@ IEEE = (
     ConvTile(64, 64, 32, 8, 2, "sfut"),
     ConvTile(16, 128, 32, 4, 2, "fukt"),
 )
-# (channels, pixels, taps along the width or 1 for any) of depthwise tiles, each of four warps. They
-# add up in fp32 on the scalar units, so that those of f32 serve both precisions.
-DEPTHWISE = ((4, 256, 1), (16, 64, 1), (4, 256, 3), (16, 64, 3), (4, 256, 5), (16, 64, 5))
-# On trial: as many rows of taps at once as the kernel is wide, so that loads wait for each other
-# once a tile and not once a row; fewer outputs a thread, for all their taps to fit its registers.
-TRIED_DEPTHWISE = ((4, 256, 3), (4, 128, 3), (16, 64, 3), (4, 128, 5), (8, 64, 5))
+# (channels, pixels, taps along the width or 1 for any, rows of taps that are loaded at once) of
+# depthwise tiles, each of four warps. They add up in fp32 on the scalar units, so that those of f32
+# serve both precisions. Of tiles that load all rows at once only one was faster, by 6%.
+DEPTHWISE = (
+    (4, 256, 1, 1), (16, 64, 1, 1), (4, 256, 3, 1), (16, 64, 3, 1), (4, 256, 5, 1), (16, 64, 5, 1),
+    (4, 128, 5, 5),
+)  # fmt: skip
 
 
 def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterator[KernelSpec]:
@@ -119,7 +115,7 @@ def _expand(tiles: tuple[ConvTile, ...], like: KernelSpec, wide: bool) -> Iterat
             yield replace(spec, split_k=True)
 
 
-def _depthwise(dtype: Dtype, bm: int, bn: int, width: int, rows: int = 1) -> KernelSpec:
+def _depthwise(dtype: Dtype, bm: int, bn: int, width: int, rows: int) -> KernelSpec:
     """With loads of so many rows of taps in flight: they are its stages."""
     e = dtype.bytes
     return KernelSpec(
@@ -127,9 +123,9 @@ def _depthwise(dtype: Dtype, bm: int, bn: int, width: int, rows: int = 1) -> Ker
     )
 
 
-def conv_specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
+def conv_specs(sm: int) -> list[KernelSpec]:
     """The conv kernels of an architecture. Every convolution in f16, bf16 or f32 has one, whatever
-    its W. With `trial`, those on trial follow, on sm_90.
+    its W.
     """
     out: list[KernelSpec] = []
     wide = sm in (90, 100)  # wgmma or tcgen05
@@ -138,6 +134,8 @@ def conv_specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     for dtype, precision in modes:
         e = dtype.bytes
         tiles = IEEE if precision is Precision.IEEE else listed
+        if sm == 90 and dtype is Dtype.F32 and precision is Precision.TF32:
+            tiles = (*TALL_TF32, *WIDE)
         for family in (
             Family.CONV, Family.CONV_TAPS4, Family.CONV_TAPS8, Family.CONV_TRANSPOSED,
         ):  # fmt: skip
@@ -147,18 +145,11 @@ def conv_specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
                     align_a=align, align_b=e, align_c=e,
                 )  # fmt: skip
                 out += _expand(tiles, like, wide)
-    for dtype, (bm, bn, width) in product(Dtype, DEPTHWISE):
-        like = _depthwise(dtype, bm, bn, width)
+    for dtype, (bm, bn, width, rows) in product(Dtype, DEPTHWISE):
+        like = _depthwise(dtype, bm, bn, width, rows)
         out.append(like)
         if width == 1 and bm == 4:
             out.append(replace(like, family=Family.CONV_DEPTHWISE_TRANSPOSED))
-    if trial and sm == 90:
-        packed = KernelSpec(
-            Family.CONV, Dtype.F32, 16, 16, 16, 4, 2, align_a=16, align_b=4, align_c=4
-        )
-        out += _expand(TRIED_TF32, packed, wide)
-        for dtype, (bm, bn, width) in product(Dtype, TRIED_DEPTHWISE):
-            out.append(_depthwise(dtype, bm, bn, width, rows=width))
     return out
 
 

@@ -108,8 +108,7 @@ def _expand(tiles: Iterable[Tile], like: KernelSpec, sm: int) -> Iterator[Kernel
 
 def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     """The kernels of the pack for an architecture (90 for sm_90), in pack order; every one is
-    legal. With `trial`, those on trial are there too: tiles of `gemm_ws` and of
-    TF32 convolutions, on sm_90.
+    legal. With `trial`, those on trial are there too: tiles of `gemm_ws`, on sm_90.
 
     Any problem in f16, bf16 or f32 has a kernel: the pointer family is there in every layout and
     precision at the least alignment, with and without a matrix C; so has any convolution. Raises
@@ -163,7 +162,7 @@ def specs(sm: int, *, trial: bool = False) -> list[KernelSpec]:
     )  # fmt: skip
     out += _expand(tile_lists.SPECIALIZED_SPLIT, split, sm)
     out += _expand(tile_lists.SPECIALIZED_SPLIT_SWAPPED, replace(split, trans_b=False), sm)
-    out += conv_spec.conv_specs(sm, trial=trial)
+    out += conv_spec.conv_specs(sm)
     without = LEFT_OUT.get(sm, frozenset()) | SPILLING.get(sm, frozenset())
     return [spec for spec in out if legal(spec, sm) and name(spec) not in without]
 

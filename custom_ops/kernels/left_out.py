@@ -9,6 +9,9 @@ The names are without the beginning that they share; f16 stands for bf16, too.
 from __future__ import annotations
 
 _SM_90 = {
+    "conv_f32": """
+        128x128x16_w8_s3_swap_a16b4c4
+    """,
     "gemm_pointer_f16_nn": """
         128x128x32_w8_s6_a16b2c2 128x128x32_w8_s6_a2b16c16 16x128x32_w4_s2_swap_a2b2c2
         16x128x32_w4_s6_swap_a16b2c2 16x128x32_w4_s6_swap_a16b4c4 16x128x32_w4_s6_swap_a4b16c16

@@ -40,7 +40,7 @@ class Clock:
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     path = tmp_path_factory.mktemp("pack") / "sm_90.mpk"
-    kernels = compiling.catalog_kernels(90, trial=True)
+    kernels = compiling.catalog_kernels(90)
     pack_format.write_pack(path, 90, kernels, key="0" * 64, triton="none")
     return Setting(Provider(CPU, pack=path), path)
 

@@ -37,7 +37,7 @@ TRANSPOSED: list[tuple[list[int], list[int], dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("pack") / "sm_90.mpk"
-    kernels = compiling.catalog_kernels(90, trial=True)
+    kernels = compiling.catalog_kernels(90)
     pack_format.write_pack(path, 90, kernels, key="0" * 64, triton="none")
     interpreter.install(path)
     yield path

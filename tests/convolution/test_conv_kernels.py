@@ -24,9 +24,9 @@ TF32, IEEE = native.Precision.TF32, native.Precision.IEEE
 
 
 @functools.cache
-def catalog(sm: int, *, trial: bool = False) -> native.Pack:
+def catalog(sm: int) -> native.Pack:
     """The kernels without code, in a file that no other checkout on this machine writes."""
-    kernels = compiling.catalog_kernels(sm, trial=trial)
+    kernels = compiling.catalog_kernels(sm)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / packs.pack_name(sm)
         pack_format.write_pack(path, sm, kernels, key="0" * 64, triton="none")
@@ -99,7 +99,7 @@ def test_any_kernel_that_takes_a_convolution_computes_it(
     case: ConvCase, gpu: str, data: st.DataObject
 ) -> None:
     device = devices.lookup(gpu)
-    pack = catalog(device.sm, trial=True)
+    pack = catalog(device.sm)
     conv = case.problem().conv
     if case.packed:
         conv, _ = native.conv_packed(conv)
@@ -118,7 +118,7 @@ def test_any_kernel_that_takes_a_convolution_computes_it(
 def test_depthwise_rows_at_once(kernel: tuple[int, ...]) -> None:
     """Fewer, as many and more rows of taps than are loaded at once; several planes."""
     device = devices.lookup("H200")
-    pack = catalog(device.sm, trial=True)
+    pack = catalog(device.sm)
     size = tuple(taps + 4 for taps in kernel)
     for index, record in enumerate(pack.kernels):
         if record.family == native.Family.CONV_DEPTHWISE and record.stages > 1:
