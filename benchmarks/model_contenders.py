@@ -9,10 +9,10 @@ Names are `ort` or `ours`, `+FORM` where an optimizer ran first, and the setting
              of ONNX Runtime are kept by our session too, around its own kernels
     heuristic, nhwc   how ONNX Runtime's convolutions choose their algorithm, and their layout
 
-Some run on request alone, because they cannot be the best ones of their side: ours as exported or
-without the cleaning of `-lean`, where there is a form with more; CUDA graphs of other forms than
-those that were best in them. `ort` on a form with passes of ours is for information: no user of
-ONNX Runtime alone has it.
+Some run on request alone, so that a model takes a minute; they were rarely the best of their side:
+ours as exported where a form has fused attention, or without the cleaning of `-lean`; CUDA graphs
+of ours but in the form with most of our passes, of ONNX Runtime as exported where there is another
+form. `ort` on a form with passes of ours is for information: no user of ONNX Runtime alone has it.
 """
 
 from __future__ import annotations
@@ -228,12 +228,12 @@ def _mine(form: Form, provider: Provider, among: Sequence[Form]) -> Iterator[Con
     name = f"ours{form.suffix}"
     ours = partial(_ours, form.path, provider)
     suffixes = [other.suffix for other in among]
-    surpassed = f"{form.suffix}-lean" in suffixes or (not form.suffix and len(among) > 1)
+    fused = [other.suffix for other in among if other.attention]
+    surpassed = f"{form.suffix}-lean" in suffixes or (not form.suffix and bool(fused))
     yield Contender(name, ours, on_request=surpassed)
     if not provider.is_cuda:
         return
     graphs, repeating = {"cuda_graphs": GRAPHS}, {"shapes": "repeating"}
-    fused = [other.suffix for other in among if other.attention]
     best = (fused or suffixes)[-1]  # of forms with passes of ours, the packed one is the last
     asked = form.suffix != best
     by_default = Contender(f"{name} graphs", partial(ours, **graphs), repeats=True)
