@@ -195,7 +195,7 @@ class Run:
             alone.stop()
 
     def _by(self, share: float) -> float:
-        return self.started + share * self.seconds
+        return float(self.started + share * self.seconds)
 
     def _even(self, share: float, parts: int) -> float:
         """When the first of so many parts is to be done, all of them by `share`."""

@@ -168,7 +168,9 @@ class Measured:
     def launches(self, names: Iterable[str], size: Size) -> None:
         """`kernels`: kernels and copies on the GPU in one run, where they can be seen."""
         for name, found in self._all(names, "kernels", size).items():
-            if found is not None and not isinstance(found, CallFailed):
+            if isinstance(found, CallFailed):
+                say(f"{self.model.id} {self.dtype} {name}: kernels cannot be counted: {found}")
+            elif found is not None:
                 self.row("-", name, "kernels", found, size)
 
     def errors(self, names: Iterable[str], exact: Mapping[Size, Path], own: str) -> None:

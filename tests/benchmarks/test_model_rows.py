@@ -290,3 +290,13 @@ def test_the_first_call_of_a_burst_does_not_count(monkeypatch: pytest.MonkeyPatc
     assert alone["a"].low == pytest.approx(9)
     assert bursts["a"].high == pytest.approx(1)
     assert bursts["a"].rounds == 8
+
+
+def test_kernels_are_counted_where_they_can_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(a=0, b=0, c=0)
+    for name, count in {"a": lambda _: 7, "b": lambda _: None, "c": lambda _: 1 / 0}.items():
+        bench.workers[name].served.kernels = count
+    bench.measured.launches(bench.names, (1, 7))
+    assert bench.values("kernels") == {"a": (7, "")}
+    assert "c: kernels cannot be counted: ZeroDivisionError" in capsys.readouterr().out
+    assert bench.measured.workers.keys() == {*"abc"}
