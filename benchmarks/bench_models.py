@@ -9,101 +9,157 @@ writes RESULTS/models.csv, a row as it is found, then summary.json, what it amou
 (`model_summaries`), and a picture per model and type. `--published FOLDER` adds PP-OCRv4 from a
 folder of models as tests/ unpack them.
 
-Each model in each type has a process of its own, and an even share of the time that is left, in
-which it does its streams, then steady states, then the checks. Started again, it goes on with the
-parts that are not done; of rows that are there twice, the last holds.
+Each contender (`model_contenders` tells their names) has a process of its own, as a user's session
+has: in one process, the first session of ONNX Runtime loads cuBLAS's kernels for all others, and
+looked a quarter slower than they for it. This process has no CUDA; it draws the weights, lets the
+processes start side by side, makes their sessions one after the other, and then lets one at a time
+run a few sizes, in an order that turns, so that a drift of clocks hits all alike.
 
-Rows: `create_s`, `first_run_ms`, `memory_mib`, `kernels` and `error` of each contender
-(`model_contenders` tells their names), and for each stream `new_ms` of every size, their sum
-`stream_ms`, that of a second pass `again_stream_ms`, medians of both, and `steady_ms` of three
-sizes. Times include the host; inputs and outputs stay on the GPU. All contenders run each size in
-turn on one host, so that each finds its caches as the others left them, in streams, and in steady
-states but for the first run of three. A contender that is slow leaves a stream early, and its note
-tells from how many sizes its sum is estimated.
+Each model in each type has an even share of the time that is left, in which it does its streams,
+then steady states, then the checks. Started again, it goes on with the parts that are not done; of
+rows that are there twice, the last holds.
+
+Rows: `create_s`, `first_run_ms`, `memory_mib`, `kernels` and `error` of each contender, `failed`
+where it did not start, died, or did not answer, and for each stream `new_ms` of every size, their
+sum `stream_ms`, that of a second pass `again_stream_ms`, medians of both, and `steady_ms` of three
+sizes. Times include the host; inputs and outputs stay on the GPU. A contender that is slow leaves a
+stream early, and its note tells from how many sizes its sum is estimated.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import math
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import exported_models, model_contenders, model_summaries
+from benchmarks.contender_runs import ContenderRuns
 from benchmarks.csv_rows import CsvRows
 from benchmarks.exported_models import Model, Size, Stream
 from benchmarks.machine import pack_of, unpacked
-from benchmarks.model_contenders import Contender, Running
+from benchmarks.model_contenders import Contender
 from benchmarks.model_rows import HEAD, KEY, Measured
+from benchmarks.own_process import CallFailed, OwnProcess
 from benchmarks.placed_models import Places
 from benchmarks.recording import say
 from benchmarks.running import CUDA, Provider
 
-_FORK = multiprocessing.get_context("fork")
 SEED = 2026
-START, STREAMS, STEADY = 0.4, 0.65, 0.9  # when, in a model's share of the time, these must end
-GRACE = 30  # seconds behind its share after which a model is ended
+START, STREAMS, STEADY = 0.4, 0.78, 0.92  # when, in a model's share of the time, these must end
+COMPILING = 300  # seconds for torch.compile to answer: five sizes, of which two are compiled
 
 
 class Run:
-    """One model in one type, in this process: the parts of it that have no row yet."""
+    """One model in one type: the parts of it that have no row yet."""
 
     def __init__(self, arguments: argparse.Namespace, model: Model, dtype: str, seconds: float):
         self.arguments, self.model, self.dtype = arguments, model, dtype
         self.provider = Provider(arguments.provider, arguments.device, arguments.pack)
         self.rows = CsvRows(arguments.output / "models.csv", HEAD, KEY)
-        self.measured = Measured(model, dtype, self.provider, self.rows.write)
+        self.measured = Measured(model, dtype, self.rows.write, arguments.limit)
         self.streams = streams_of(model, arguments.sizes)
         self.left = parts_left(self.rows, model, dtype, self.streams, arguments)
         self.started = time.monotonic()
-        compiling = sum(part == "compile_s" for _, part in self.left) * 1.5 * arguments.compile
-        self.seconds = max(seconds - compiling, 0.4 * seconds)
+        compiling = sum(part == "compile_s" for _, part in self.left)
+        self.seconds = max(seconds - compiling * (1.5 * arguments.compile + 10), 0.4 * seconds)
 
     def all(self, folder: Path) -> None:
         """Everything, in the order of its weight."""
-        own = self.arguments.places.put(self.model, self.dtype, folder / self.dtype)
-        warm_up(self.provider)
-        candidates = self._candidates(own)
+        try:
+            if any(part != "compile_s" for _, part in self.left):
+                self._all(folder)
+        finally:
+            self.measured.stop()
+        for stream in self._due("compile_s"):
+            self._part(stream.name, "compile_s", self._compiled, stream)
+        self.rows.close()
+
+    def _all(self, folder: Path) -> None:
+        own = folder / self.dtype
+        self.arguments.places.put_graphs(self.model, self.dtype, own)
+        chosen = self._chosen(own)
+        if not chosen:
+            say(f"{self.model.id} {self.dtype}: has none of the contenders")
+            return
+        exact = self._load(chosen, folder)
         steady = [size for stream in self.streams for size in stream.steady]
         largest = max(steady, key=lambda size: np.prod(np.maximum(size, 1)))
-        lasting: dict[str, Running] = {}
-        if any(part != "compile_s" for _, part in self.left):
-            fresh = [contender for contender in candidates if not contender.repeats]
-            lasting = self.measured.start(fresh, largest, self._by(START))
+        names = [one.name for one in sorted(chosen, key=lambda one: one.repeats)]
+        ready = self.measured.start(names, largest, self._by(START))
+        repeating = {one.name for one in chosen if one.repeats}
+        fresh = [name for name in ready if name not in repeating]
         due = self._due("stream_s")
         for position, stream in enumerate(due):
             by = self._even(STREAMS, len(due) - position)
             patience = self.arguments.patience
-            self._part(stream.name, "stream_s", self.measured.stream, lasting, stream, patience, by)
-        running = lasting
-        if due := self._due("steady_s"):
-            repeating = [contender for contender in candidates if contender.repeats]
-            running = lasting | self.measured.start(repeating, largest, self._by(STEADY))
-        for stream in due:
+            self._part(stream.name, "stream_s", self.measured.stream, fresh, stream, patience, by)
+        for stream in self._due("steady_s"):
             seconds, by = self.arguments.steady, self._by(STEADY)
-            self._part(stream.name, "steady_s", self.measured.steady, running, stream, seconds, by)
+            self._part(stream.name, "steady_s", self.measured.steady, ready, stream, seconds, by)
         if ("-", "checks_s") in self.left:
-            self._part("-", "checks_s", self._checks, running, folder)
-        contender = model_contenders.compiled(self.model, self.dtype, self.provider)
-        for stream in self._due("compile_s"):
-            seconds = self.arguments.compile
-            self._part(
-                stream.name, "compile_s", self.measured.compiled, contender, stream, seconds
-            )  # fmt: skip
-        self.rows.close()
+            self._part("-", "checks_s", self._checks, ready, exact)
 
-    def _candidates(self, folder: Path) -> list[Contender]:
+    def _chosen(self, folder: Path) -> list[Contender]:
+        """Contenders that are to run; those of steady states alone only where these are due."""
         found = model_contenders.contenders(
-            self.model, self.dtype, folder, self.provider,
-            eager=not self.arguments.no_torch, nopattern=self.arguments.nopattern,
-        )  # fmt: skip
+            self.model, self.dtype, folder, self.provider, eager=not self.arguments.no_torch
+        )
         wanted = self.arguments.contenders
-        return [one for one in found if wanted is None or one.name in wanted]
+        steady = bool(self._due("steady_s"))
+        return [
+            one for one in found
+            if (steady or not one.repeats)
+            and (one.name in wanted if wanted else self.arguments.all or not one.on_request)
+        ]  # fmt: skip
+
+    def _load(self, chosen: list[Contender], folder: Path) -> dict[Size, Path]:
+        """Starts a process for each contender, and one for exact results. The weights are drawn
+        and the exact results computed while the others load. Returns these by size.
+        """
+        exact: dict[Size, Path] = {}
+        workers = {one.name: self._process(self.dtype, one) for one in chosen}
+        reference = None
+        if ("-", "checks_s") in self.left:
+            start = partial(model_contenders.reference, folder / "f32", self.provider)
+            reference = self._process("f32", Contender("reference", start))
+
+        def meanwhile() -> None:
+            self.arguments.places.put_weights(self.model, self.dtype, folder / self.dtype)
+            if reference is not None:
+                if self.dtype != "f32":
+                    self.arguments.places.put_graphs(self.model, "f32", folder / "f32")
+                    self.arguments.places.put_weights(self.model, "f32", folder / "f32")
+                self._compute(reference, folder, exact)
+
+        try:
+            self.measured.load(workers, meanwhile)
+        finally:
+            if reference is not None:
+                reference.stop()
+        say(f"{self.model.id} {self.dtype}: {len(chosen)} processes, "
+            f"{time.monotonic() - self.started:.1f} s")  # fmt: skip
+        return exact
+
+    def _process(self, dtype: str, contender: Contender) -> OwnProcess:
+        make = partial(ContenderRuns, self.model, dtype, self.provider, contender)
+        return OwnProcess(contender.name, make)
+
+    def _compute(self, reference: OwnProcess, folder: Path, exact: dict[Size, Path]) -> None:
+        try:
+            for size in dict.fromkeys(stream.steady[0] for stream in self.streams):
+                path = folder / f"exact-{len(exact)}.npz"
+                reference.call("save", size, path, seconds=self.arguments.limit)
+                exact[size] = path
+        except CallFailed as error:
+            say(f"{self.model.id} {self.dtype}: no exact results: {error}")
 
     def _due(self, part: str) -> list[Stream]:
         return [stream for stream in self.streams if (stream.name, part) in self.left]
@@ -120,19 +176,26 @@ class Run:
         if complete:
             self.measured.row(stream, "-", part, seconds)
 
-    def _checks(self, running: dict[str, Running], folder: Path) -> None:
+    def _checks(self, names: list[str], exact: dict[Size, Path]) -> bool:
         if self.provider.is_cuda:
-            self.measured.launches(running, self.streams[0].steady[1])
-        exact = self.arguments.places.put(self.model, "f32", folder / "f32")
-        ready = model_contenders.reference(exact, self.provider)
-        wanted: dict[Size, model_contenders.Arrays] = {}
-        for size in dict.fromkeys(stream.steady[0] for stream in self.streams):
-            wanted[size] = ready.prepare(self.measured.tensors(size, "f32")).fetch()
-        del ready
-        self.measured.errors(running, wanted, "ort")
+            self.measured.launches(names, self.streams[0].steady[1])
+        self.measured.errors(names, exact, "ort")
+        return bool(exact)
+
+    def _compiled(self, stream: Stream) -> None:
+        """torch.compile in a process that begins with this stream."""
+        contender = model_contenders.compiled(self.model, self.dtype, self.provider)
+        alone = Measured(self.model, self.dtype, self.rows.write, COMPILING)
+        try:
+            alone.load({contender.name: self._process(self.dtype, contender)}, lambda: None)
+            names, seconds = [contender.name], self.arguments.compile
+            alone.stream(names, stream, seconds, math.inf, sweeps=["new_ms"])
+            alone.steady(names, stream, 1.0, math.inf)
+        finally:
+            alone.stop()
 
     def _by(self, share: float) -> float:
-        return self.started + share * self.seconds
+        return float(self.started + share * self.seconds)
 
     def _even(self, share: float, parts: int) -> float:
         """When the first of so many parts is to be done, all of them by `share`."""
@@ -166,30 +229,6 @@ def streams_of(model: Model, sizes: int = 0) -> list[Stream]:
     ]
 
 
-def warm_up(provider: Provider) -> None:
-    """A product and a convolution in ONNX Runtime: loading CUDA's libraries is no contender's."""
-    import onnx.parser
-    import torch
-
-    from benchmarks.running import Bound, plain_session
-
-    model = onnx.parser.parse_model(
-        """<ir_version: 9, opset_import: ["" : 18]>
-        g (float[1,4,8,8] x, float[8,8] w, float[4,4,1,1] k) => (float[1,4,8,8] y)
-        { p = MatMul(x, w)  y = Conv(p, k) }"""
-    )
-    shapes = {"x": (1, 4, 8, 8), "w": (8, 8), "k": (4, 4, 1, 1)}
-    inputs = {
-        name: torch.ones(shape, device=provider.torch_device) for name, shape in shapes.items()
-    }
-    Bound(plain_session(model.SerializeToString(), provider), provider, inputs).run()
-
-
-def measure(arguments: argparse.Namespace, model: Model, dtype: str, seconds: float) -> None:
-    with tempfile.TemporaryDirectory(dir=arguments.work) as name:
-        Run(arguments, model, dtype, seconds).all(Path(name))
-
-
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -207,11 +246,12 @@ def parsed() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--sizes", type=int, default=0, help="of each stream; default: all")
     parser.add_argument("--steady", type=float, default=2.0, help="seconds for its steady sizes")
-    parser.add_argument("--contenders", help="which, separated by commas; default: all")
+    parser.add_argument("--contenders", help="which, separated by commas; default: the likely ones")
+    parser.add_argument("--all", action="store_true", help="contenders on request, too")
     parser.add_argument("--no-torch", action="store_true", help="leave out torch eager")
     parser.add_argument(
-        "--nopattern", action="store_true",
-        help="try every form without ONNX Runtime's memory patterns, too",
+        "--limit", type=float, default=60,
+        help="seconds in which a contender must start, or run a few sizes; else it is out",
     )  # fmt: skip
     parser.add_argument(
         "--compile", type=float, default=0, metavar="SECONDS",
@@ -261,14 +301,11 @@ def main() -> None:
             say(f"{model.id} {dtype}: no time left")
             continue
         seconds = min(arguments.each, remaining / (len(pairs) - position))
-        work = _FORK.Process(target=measure, args=(arguments, model, dtype, seconds))
-        work.start()
-        work.join(seconds + GRACE)
-        if work.is_alive():
-            work.kill()
-            work.join()
-        if work.exitcode:
-            say(f"{model.id} {dtype}: ended with exit code {work.exitcode}")
+        try:
+            with tempfile.TemporaryDirectory(dir=arguments.work) as name:
+                Run(arguments, model, dtype, seconds).all(Path(name))
+        except Exception:  # the next model may fare better
+            say(f"{model.id} {dtype} failed:\n{traceback.format_exc()}")
         model_summaries.write(path, arguments.output / "summary.json")
         if not arguments.no_pictures:
             from benchmarks import model_plots

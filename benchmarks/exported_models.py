@@ -315,7 +315,7 @@ ALL = (
           "bos_token_id": 0, "eos_token_id": 0}, ("f16",), 18,
           ("onnxscript", "ort:gpt2", "ort:bert"), _gpt2_streams),
     Model("llama_1b", "llama", _LLAMA, {**_SMALL, "num_key_value_heads": 2, "vocab_size": 128},
-          ("f16",), 21, (*_ATTENTION, "ort:qwen3"), _llama_streams),
+          ("f16",), 21, _ATTENTION, _llama_streams),
     Model("resnet50", "resnet", {}, {"width": 0.125, "classes": 10}, streams=_image_streams),
     Model("mobilenet_v2", "mobilenet", {}, {"width": 0.25, "classes": 10}, streams=_image_streams),
 )  # fmt: skip

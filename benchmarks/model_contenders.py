@@ -8,14 +8,18 @@ Names are `ort` or `ours`, `+FORM` where an optimizer ran first, and the setting
     graphs   CUDA graphs of sizes that repeat; `cudnn graphs` with cuDNN's attention in them. Those
              of ONNX Runtime are kept by our session too, around its own kernels
     heuristic, nhwc   how ONNX Runtime's convolutions choose their algorithm, and their layout
-    nopattern         no memory pattern is stored for each set of shapes (an experiment)
+
+Some run on request alone, so that a model takes a minute; they were rarely the best of their side:
+ours as exported where a form has fused attention, or without the cleaning of `-lean`; CUDA graphs
+of ours but in the form with most of our passes, of ONNX Runtime as exported where there is another
+form. `ort` on a form with passes of ours is for information: no user of ONNX Runtime alone has it.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +30,7 @@ import onnxruntime as ort
 import torch
 
 import moonpoly_ort
+from benchmarks import contender_names
 from benchmarks.exported_models import DTYPES, PLAIN, Model, file_name, fuses
 from benchmarks.running import Bound, Provider, plain_session, session_options
 from moonpoly_ort.provider_settings import CHANGING_SHAPES
@@ -59,11 +64,16 @@ class Running(Protocol):
 class Contender:
     """`start` makes it ready, which is what its creation time covers; one in ONNX Runtime takes
     session options.
+
+    repeats: is meant for sizes that come again; only its steady state counts.
+    on_request: runs if it is named. beside: may be made ready while others are, as it takes long.
     """
 
     name: str
     start: Callable[..., Running]
-    repeats: bool = False  # is meant for sizes that come again: only its steady state counts
+    repeats: bool = False
+    on_request: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,11 @@ class Form:
         if suffix and not fuses(model):
             return None
         return Form(suffix, path, any(node.op_type in ATTENTION for node in model.graph.node))
+
+    @property
+    def has_our_passes(self) -> bool:
+        """Whether the optimizer's result was changed further by us."""
+        return contender_names.has_our_passes(self.suffix)
 
 
 @dataclass
@@ -146,32 +161,28 @@ def forms(model: Model, folder: Path) -> list[Form]:
 
 
 def contenders(
-    model: Model,
-    dtype: str,
-    folder: Path,
-    provider: Provider,
-    *,
-    eager: bool,
-    nopattern: bool = False,
+    model: Model, dtype: str, folder: Path, provider: Provider, *, eager: bool
 ) -> Iterator[Contender]:
-    """All that apply to a model whose forms lie in `folder`.
+    """All that apply to a model whose forms lie in `folder`, those on request too.
 
     eager: torch too. Its module has random weights of its own: only its time counts.
     """
-    for form in forms(model, folder):
-        if not provider.is_cuda and form.suffix.endswith("-packed"):
-            continue  # no other provider computes attention of packed operands
-        yield from _in_onnxruntime(form, provider)
-        if nopattern:
-            yield from _without_pattern(form, provider)
+    found = [
+        form for form in forms(model, folder)
+        if provider.is_cuda or not form.suffix.endswith("-packed")
+    ]  # fmt: skip  # no other provider computes attention of packed operands
+    for form in found:
+        yield from _theirs(form, provider, alone=len(found) == 1)
     if model.family in CONVOLUTIONAL and provider.is_cuda:
         plain = folder / f"{PLAIN}.onnx"
         heuristic = {"cudnn_conv_algo_search": "HEURISTIC"}
         yield Contender("ort heuristic", partial(_plain, plain, provider, **heuristic))
         channels_last = heuristic | {"prefer_nhwc": "1"}
         yield Contender("ort nhwc", partial(_plain, plain, provider, **channels_last))
+    for form in found:
+        yield from _mine(form, provider, found)
     if eager and model.family != "published":
-        yield Contender("torch", partial(_torch, model, dtype, provider))
+        yield Contender("torch", partial(_torch, model, dtype, provider), beside=True)
 
 
 def compiled(model: Model, dtype: str, provider: Provider) -> Contender:
@@ -182,7 +193,7 @@ def compiled(model: Model, dtype: str, provider: Provider) -> Contender:
         module = torch.compile(_module(model, dtype, provider), dynamic=True)
         return _Module(module, provider)
 
-    return Contender("torch.compile", start)
+    return Contender("torch.compile", start, beside=True)
 
 
 def reference(folder: Path, provider: Provider) -> Running:
@@ -191,41 +202,47 @@ def reference(folder: Path, provider: Provider) -> Running:
     return _plain(folder / f"{PLAIN}.onnx", provider, **options)
 
 
-def _in_onnxruntime(form: Form, provider: Provider) -> Iterator[Contender]:
-    theirs, mine = f"ort{form.suffix}", f"ours{form.suffix}"
-    plain, ours = partial(_plain, form.path, provider), partial(_ours, form.path, provider)
-    yield Contender(theirs, plain)
-    yield Contender(mine, ours)
+def _theirs(form: Form, provider: Provider, *, alone: bool) -> Iterator[Contender]:
+    """ONNX Runtime on a form. alone: the model has no other one."""
+    name = f"ort{form.suffix}"
+    plain = partial(_plain, form.path, provider)
+    choosing = provider.is_cuda and form.attention  # how attention is computed
+    sdpa = Contender(f"{name} sdpa", partial(plain, **CHANGING_SHAPES))
+    if form.has_our_passes:
+        most = form.suffix.endswith("-packed")
+        yield replace(sdpa if choosing else Contender(name, plain), on_request=not most)
+        return
+    yield Contender(name, plain)
+    if choosing:
+        yield sdpa
+    if provider.is_cuda:
+        unchanged = partial(
+            _ours, form.path, provider, rewrite=False, cuda_graphs=GRAPHS, shapes="repeating"
+        )
+        rarely = not form.suffix and not alone
+        yield Contender(f"{name} graphs", unchanged, repeats=True, on_request=rarely)
+
+
+def _mine(form: Form, provider: Provider, among: Sequence[Form]) -> Iterator[Contender]:
+    """Ours on a form, which is one of several."""
+    name = f"ours{form.suffix}"
+    ours = partial(_ours, form.path, provider)
+    suffixes = [other.suffix for other in among]
+    fused = [other.suffix for other in among if other.attention]
+    surpassed = f"{form.suffix}-lean" in suffixes or (not form.suffix and bool(fused))
+    yield Contender(name, ours, on_request=surpassed)
     if not provider.is_cuda:
         return
     graphs, repeating = {"cuda_graphs": GRAPHS}, {"shapes": "repeating"}
-    unchanged = partial(ours, rewrite=False, **graphs, **repeating)
-    yield Contender(f"{theirs} graphs", unchanged, repeats=True)
-    yield Contender(f"{mine} graphs", partial(ours, **graphs), repeats=True)
+    best = (fused or suffixes)[-1]  # of forms with passes of ours, the packed one is the last
+    asked = form.suffix != best
+    by_default = Contender(f"{name} graphs", partial(ours, **graphs), repeats=True)
+    yield replace(by_default, on_request=asked or form.attention)
     if form.attention:
-        yield Contender(f"{theirs} sdpa", partial(plain, **CHANGING_SHAPES))
-        yield Contender(f"{mine} cudnn", partial(ours, **repeating), repeats=True)
+        plans = Contender(f"{name} cudnn", partial(ours, **repeating), repeats=True)
+        yield replace(plans, on_request=True)
         both = partial(ours, **graphs, **repeating)
-        yield Contender(f"{mine} cudnn graphs", both, repeats=True)
-
-
-def _without_pattern(form: Form, provider: Provider) -> Iterator[Contender]:
-    """Without fused attention's plans, which would hide the difference."""
-    changing = CHANGING_SHAPES if provider.is_cuda else {}
-
-    def options() -> ort.SessionOptions:
-        made = session_options()
-        made.enable_mem_pattern = False
-        return made
-
-    yield Contender(
-        f"ort{form.suffix} nopattern",
-        lambda given=None: _plain(form.path, provider, given or options(), **changing),
-    )
-    yield Contender(
-        f"ours{form.suffix} nopattern",
-        lambda given=None: _ours(form.path, provider, given or options()),
-    )
+        yield Contender(f"{name} cudnn graphs", both, repeats=True, on_request=asked)
 
 
 def _plain(

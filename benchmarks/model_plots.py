@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks import csv_rows
+from benchmarks import contender_names, csv_rows
 
 
 def totals(rows: list[dict[str, str]]) -> dict[str, dict[str, float]]:
@@ -40,7 +40,7 @@ def draw(path: Path, model: str, dtype: str, folder: Path) -> Path | None:
     figure.suptitle(f"{model}, {dtype}")
     for column, (stream, times) in enumerate(found.items()):
         bars = figure.add_subplot(2, len(found), column + 1)
-        shown = [f"{name} (estimated)" if (stream, name) in estimated else name for name in times]
+        shown = [_label(name, (stream, name) in estimated) for name in times]
         bars.barh(shown, list(times.values()), color=[colours[name] for name in times])
         bars.set(title=f"{stream}: all sizes, each new", xlabel="ms", xscale="log")
         bars.xaxis.set_minor_formatter(NullFormatter())
@@ -56,6 +56,11 @@ def draw(path: Path, model: str, dtype: str, folder: Path) -> Path | None:
     output = folder / f"{model}-{dtype}.png"
     figure.savefig(output, dpi=80)
     return output
+
+
+def _label(name: str, estimated: bool) -> str:
+    notes = ["our passes"] * contender_names.is_for_information(name) + ["estimated"] * estimated
+    return f"{name} ({', '.join(notes)})" if notes else name
 
 
 def main() -> None:

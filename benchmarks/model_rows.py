@@ -1,38 +1,55 @@
-"""What `bench_models` measures of one model in one type, row by row."""
+"""What `bench_models` measures of one model in one type, row by row, of contenders that each have a
+process of their own (`contender_runs`). One works at a time while times are taken.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch
-
-from benchmarks.exported_models import Feed, Model, Size, Stream
-from benchmarks.measuring import compare_calls
-from benchmarks.model_contenders import Arrays, Contender, Prepared, Running
+from benchmarks import contender_names
+from benchmarks.exported_models import Model, Size, Stream
+from benchmarks.own_process import CallFailed, ProcessLost
 from benchmarks.recording import say
-from benchmarks.running import Provider
-from tests.corpus.comparing import Mismatch, relative_error
 
 HEAD = ("model", "dtype", "stream", "contender", "measure", "size", "value", "note")
 KEY = HEAD[:6]
 LEAST = 5  # sizes of a stream that every contender runs, however slow it is
+CHUNK = 10  # sizes that a process runs before the next one has its turn
+BURST = 4  # runs of a steady size before the next one has its turn
+ROUNDS = (3, 15)  # turns of each at a steady size, at least and at most
 SWEEPS = {"new_ms": "stream_ms", "again_ms": "again_stream_ms"}
+
+
+class Worker(Protocol):
+    """`OwnProcess` of `ContenderRuns`."""
+
+    def begin(self, method: str, *arguments: Any) -> None: ...
+
+    def finish(self, seconds: float) -> Any: ...
+
+    def call(self, method: str, *arguments: Any, seconds: float) -> Any: ...
+
+    def stop(self) -> None: ...
 
 
 @dataclass
 class Measured:
-    """One model in one type while it is measured. `write` takes a row; `all_started` is False once
-    there was no time left for a contender.
+    """One model in one type while it is measured.
+
+    write: takes a row. limit: seconds in which a contender must answer, else it is out.
+    workers: the contenders that are not out. all_started: False once no time was left for one.
     """
 
     model: Model
     dtype: str
-    provider: Provider
     write: Callable[[dict[str, Any]], None]
+    limit: float = 60.0
+    workers: dict[str, Worker] = field(default_factory=dict)
     all_started: bool = True
 
     def row(
@@ -47,87 +64,49 @@ class Measured:
             }
         )  # fmt: skip
 
-    def tensors(self, size: Size, dtype: str = "") -> Feed:
-        """Inputs on the device, in the type that is measured or another one."""
-        feed = self.model.feed(size, dtype or self.dtype, self.provider.torch_device)
-        self.provider.synchronize()
-        return feed
+    def load(self, workers: Mapping[str, Worker], meanwhile: Callable[[], None]) -> None:
+        """Takes workers over: all load their libraries side by side, and `meanwhile` is called."""
+        self.workers |= workers
+        for worker in workers.values():
+            worker.begin("load")
+        meanwhile()
+        self._finish(workers, "load", self.limit)
 
-    def start(
-        self, candidates: Iterable[Contender], size: Size, deadline: float
-    ) -> dict[str, Running]:
-        """Makes contenders ready and runs each once, at `size`: `create_s`, `first_run_ms` (arenas
-        grow) and `memory_mib`, the GPU memory that it took.
+    def start(self, names: Iterable[str], size: Size, deadline: float) -> list[str]:
+        """Makes contenders ready, one after the other, and runs each once, at `size`: `create_s`,
+        `first_run_ms` (arenas grow), `memory_mib`, the GPU memory that it took. Those that started
+        beside others already have a note.
 
         One that fails, or for which there is no time left, has the row `failed`, and is out.
+        Returns the names of those that are ready.
         """
-        running: dict[str, Running] = {}
-        inputs = self.tensors(size)
-        for contender in candidates:
+        ready = []
+        for name in list(names):
+            if name not in self.workers:
+                continue
             if time.monotonic() > deadline:
-                self.row("-", contender.name, "failed", 1, note="no time left")
                 self.all_started = False
+                self._out(name, "no time left")
                 continue
-            before = self._used()
-            started = time.perf_counter()
-            try:
-                ready = contender.start()
-                created = time.perf_counter()
-                taken = milliseconds(ready.prepare(inputs))
-            except Exception as error:
-                message = f"{type(error).__name__}: {str(error)[:200]}"
-                say(f"{self.model.id} {self.dtype} {contender.name} failed: {message}")
-                self.row("-", contender.name, "failed", 1, note=message)
+            started = self._ask(name, "start", size)
+            if started is None:
                 continue
-            self.row("-", contender.name, "create_s", created - started)
-            self.row("-", contender.name, "first_run_ms", taken, size)
-            if self.provider.is_cuda:
-                self.row("-", contender.name, "memory_mib", (self._used() - before) / 2**20, size)
-            running[contender.name] = ready
-        return running
-
-    def errors(
-        self, running: Mapping[str, Running], wanted: Mapping[Size, Arrays], own: str
-    ) -> None:
-        """`error`: the largest relative error of an output against the fp32 reference; the note
-        says where it is more than 1.2 times the one of `own` (and more than 1e-5).
-        """
-        for size, references in wanted.items():
-            inputs = self.tensors(size)
-            found = {}
-            for name, ready in running.items():
-                if name.startswith("torch"):
-                    continue  # other weights
-                try:
-                    pairs = zip(ready.prepare(inputs).fetch(), references, strict=True)
-                    found[name] = max(relative_error(got, want) for got, want in pairs)
-                except Mismatch as error:
-                    self.row("-", name, "error", "inf", size, note=f"WRONG: {error}")
-            for name, error in found.items():
-                limit = max(1.2 * found.get(own, 0.0), 1e-5)
-                note = "" if error <= limit else f"WORSE: {own} has {found.get(own)}"
-                self.row("-", name, "error", error, size, note=note)
-
-    def launches(self, running: Mapping[str, Running], size: Size) -> None:
-        """`kernels`: kernels and copies on the GPU in one run, as CUPTI reports them."""
-        from torch.profiler import ProfilerActivity, profile
-
-        inputs = self.tensors(size)
-        for name, ready in running.items():
-            prepared = ready.prepare(inputs)
-            prepared.run()
-            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-                prepared.run()
-            on_gpu = [e for e in profiler.events() if e.device_type.name == "CUDA"]
-            if on_gpu:  # none: this machine does not let us see them
-                self.row("-", name, "kernels", len(on_gpu), size)
+            ready.append(name)
+            beside = "made beside others" if started.beside else ""
+            self.row("-", name, "create_s", started.create_s, note=beside)
+            self.row("-", name, "first_run_ms", started.first_run_ms, size)
+            if started.memory_mib is not None:
+                what = "of torch's allocator" if started.beside else ""
+                self.row("-", name, "memory_mib", started.memory_mib, size, what)
+        return ready
 
     def stream(
-        self, running: Mapping[str, Running], stream: Stream, patience: float, deadline: float
-    ) -> bool:
-        """All sizes, each new, and then all of them again; every size is run by all contenders, in
-        an order that turns. Rows `new_ms` of each size, `median_new_ms`, `median_again_ms`, and the
-        sums `stream_ms` and `again_stream_ms`.
+        self, names: Iterable[str], stream: Stream, patience: float, deadline: float,
+        sweeps: Iterable[str] = tuple(SWEEPS),
+    ) -> bool:  # fmt: skip
+        """All sizes, each new, and then all of them again, by one contender after the other a few
+        sizes at a time, in an order that turns. Rows `new_ms` of each size, `median_new_ms`,
+        `median_again_ms`, and the sums `stream_ms` and `again_stream_ms`.
 
         A contender that has run for `patience` seconds is out of the rest of a sweep: see `total`.
 
@@ -135,80 +114,141 @@ class Measured:
             Whether the end was reached before the deadline, which ends a sweep for all.
         """
         in_time = True
-        count = dict.fromkeys(running, len(stream.sizes))
-        for measure in SWEEPS:
-            times: dict[str, list[float]] = {name: [] for name in running}
-            for index, size in enumerate(stream.sizes):
-                if index >= LEAST and time.monotonic() > deadline:
+        count = {name: len(stream.sizes) for name in names if name in self.workers}
+        for measure in sweeps:
+            times: dict[str, list[float]] = {name: [] for name in count}
+            for turn, (first, end) in enumerate(chunks(len(stream.sizes))):
+                if first >= LEAST and time.monotonic() > deadline:
                     in_time = False
                     break
-                inputs = self.tensors(size)
-                for name in turned(list(running), index):
+                for name in turned(list(times), turn):
                     taken = times[name]
-                    out = index >= LEAST and sum(taken) > 1e3 * patience
-                    if out or not len(taken) == index < count[name]:
+                    sizes = stream.sizes[first : min(end, count[name])]
+                    left = 1e3 * patience - sum(taken)
+                    if len(taken) != first or not sizes or (first >= LEAST and left < 0):
                         continue
-                    taken.append(milliseconds(running[name].prepare(inputs)))
+                    found = self._ask(name, "sweep", sizes, max(LEAST - first, 0), left)
+                    if found is None:
+                        del times[name], count[name]
+                        continue
+                    taken += found
                     if measure == "new_ms":
-                        self.row(stream.name, name, measure, taken[-1], size)
+                        for size, one in zip(sizes, found, strict=False):
+                            self.row(stream.name, name, measure, one, size)
             for name, taken in times.items():
-                self.totals(stream, name, measure, taken)
+                self._totals(stream, name, measure, taken)
                 count[name] = len(taken)
         return in_time
 
-    def totals(self, stream: Stream, name: str, measure: str, taken: list[float]) -> None:
+    def steady(self, names: Iterable[str], stream: Stream, seconds: float, deadline: float) -> bool:
+        """`steady_ms`: the median of one size again and again, contenders in turn, a few runs each.
+        Returns whether all sizes were reached before the deadline.
+        """
+        names = list(names)
+        for size in stream.steady:
+            if time.monotonic() > deadline:
+                return False
+            taken: dict[str, list[float]] = {name: [] for name in names if name in self.workers}
+            stop = 0.0
+            for turn in range(ROUNDS[1]):
+                if turn >= ROUNDS[0] and time.monotonic() > stop:
+                    break
+                for name in turned(list(taken), turn):
+                    found = self._ask(name, "repeat", size, BURST, may_fail=True)
+                    if found is None:  # a graph that does not fit, say
+                        del taken[name]
+                    else:
+                        taken[name] += found
+                if turn == 0:  # warm
+                    stop = time.monotonic() + seconds / len(stream.steady)
+            for name, times in taken.items():
+                self.row(stream.name, name, "steady_ms", statistics.median(times), size)
+        return True
+
+    def launches(self, names: Iterable[str], size: Size) -> None:
+        """`kernels`: kernels and copies on the GPU in one run, where they can be seen."""
+        for name, found in self._all(names, "kernels", size).items():
+            if isinstance(found, CallFailed):
+                say(f"{self.model.id} {self.dtype} {name}: kernels cannot be counted: {found}")
+            elif found is not None:
+                self.row("-", name, "kernels", found, size)
+
+    def errors(self, names: Iterable[str], exact: Mapping[Size, Path], own: str) -> None:
+        """`error`: the largest relative error of an output against the exact ones in a file; the
+        note says where it is more than 1.2 times the one of `own` (and more than 1e-5).
+        """
+        mine = [name for name in names if contender_names.side(name) in ("ort", "ours")]
+        for size, path in exact.items():  # torch has other weights
+            found = self._all(mine, "error", size, path)
+            least = found.get(own)
+            for name, error in found.items():
+                if isinstance(error, CallFailed):
+                    self.row("-", name, "error", "inf", size, note=f"WRONG: {error}")
+                    continue
+                worse = isinstance(least, float) and error > max(1.2 * least, 1e-5)
+                note = f"WORSE: {own} has {least}" if worse else ""
+                self.row("-", name, "error", error, size, note=note)
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        for worker in self.workers.values():
+            worker.stop()
+        self.workers.clear()
+
+    def _totals(self, stream: Stream, name: str, measure: str, taken: list[float]) -> None:
         """The rows about one contender's sweep of a stream."""
         if taken:
             value, note = total(taken, len(stream.sizes))
             self.row(stream.name, name, SWEEPS[measure], value, note=note)
             self.row(stream.name, name, f"median_{measure}", statistics.median(taken))
 
-    def steady(
-        self, running: Mapping[str, Running], stream: Stream, seconds: float, deadline: float
-    ) -> bool:
-        """`steady_ms`: the median of one size again and again, contenders in turn. Returns whether
-        all sizes were reached before the deadline.
+    def _ask(self, name: str, method: str, *arguments: Any, may_fail: bool = False) -> Any:
+        """What a contender answers; None where it does not, after which it is out, unless it lives
+        and may fail.
         """
-        for size in stream.steady:
-            if time.monotonic() > deadline:
-                return False
-            inputs = self.tensors(size)
-            calls = {}
-            for name, ready in running.items():
-                try:
-                    calls[name] = ready.prepare(inputs).run
-                except Exception as error:  # a graph that does not fit, say
-                    say(f"{self.model.id} {self.dtype} {name} {shown(size)} failed: {error}")
-            share = seconds / len(stream.steady)
-            found = compare_calls(calls, rounds=50, warm_up=3, seconds=share, burst=3)
-            for name, timing in found.items():
-                self.row(stream.name, name, "steady_ms", timing.median / 1e3, size)
-        return True
+        try:
+            return self.workers[name].call(method, *arguments, seconds=self.limit)
+        except CallFailed as error:
+            if may_fail and not isinstance(error, ProcessLost):
+                say(f"{self.model.id} {self.dtype} {name} {method} failed: {error}")
+            else:
+                self._out(name, f"{method}: {error}")
+            return None
 
-    def compiled(self, contender: Contender, stream: Stream, patience: float) -> None:
-        """torch.compile on its own: it starts anew, `stream_ms` holds what it compiled on the way,
-        and it stops, at `LEAST` sizes or later, after `patience` seconds.
-        """
-        ready = contender.start()
-        taken: list[float] = []
-        for size in stream.sizes:
-            if len(taken) >= LEAST and sum(taken) > 1e3 * patience:
-                break
-            taken.append(milliseconds(ready.prepare(self.tensors(size))))
-            self.row(stream.name, contender.name, "new_ms", taken[-1], size)
-        self.totals(stream, contender.name, "new_ms", taken)
-        for size in stream.steady:
-            call = ready.prepare(self.tensors(size)).run
-            (timing,) = compare_calls({"": call}, rounds=30, warm_up=3, seconds=0.3).values()
-            self.row(stream.name, contender.name, "steady_ms", timing.median / 1e3, size)
+    def _all(self, names: Iterable[str], method: str, *arguments: Any) -> dict[str, Any]:
+        """What contenders answer that work side by side; an exception of theirs is an answer."""
+        asked = {name: self.workers[name] for name in names if name in self.workers}
+        for worker in asked.values():
+            worker.begin(method, *arguments)
+        return self._finish(asked, method, self.limit, may_fail=True)
 
-    def _used(self) -> int:
-        if not self.provider.is_cuda:
-            return 0
-        torch.cuda.synchronize(self.provider.ordinal)
-        torch.cuda.empty_cache()
-        free, whole = torch.cuda.mem_get_info(self.provider.ordinal)
-        return whole - free
+    def _finish(
+        self, asked: Mapping[str, Worker], method: str, seconds: float, *, may_fail: bool = False
+    ) -> dict[str, Any]:
+        by = time.monotonic() + seconds
+        found: dict[str, Any] = {}
+        for name, worker in asked.items():
+            try:
+                found[name] = worker.finish(max(by - time.monotonic(), 0.1))
+            except CallFailed as error:
+                if may_fail and not isinstance(error, ProcessLost):
+                    found[name] = error
+                else:
+                    self._out(name, f"{method}: {error}")
+        return found
+
+    def _out(self, name: str, why: str) -> None:
+        say(f"{self.model.id} {self.dtype} {name} failed: {why}")
+        self.row("-", name, "failed", 1, note=why)
+        self.workers.pop(name).stop()
+
+
+def chunks(count: int) -> Iterator[tuple[int, int]]:
+    """Where turns of a stream of so many sizes begin and end: the first `LEAST`, then more."""
+    first, end = 0, LEAST
+    while first < count:
+        yield first, min(end, count)
+        first, end = end, end + CHUNK
 
 
 def total(taken: Sequence[float], sizes: int) -> tuple[float, str]:
@@ -225,12 +265,6 @@ def turned(names: list[str], by: int) -> list[str]:
     """The names with the first ones at the end."""
     at = by % len(names) if names else 0
     return names[at:] + names[:at]
-
-
-def milliseconds(prepared: Prepared) -> float:
-    started = time.perf_counter()
-    prepared.run()
-    return (time.perf_counter() - started) * 1e3
 
 
 def shown(size: Sequence[int]) -> str:

@@ -4,8 +4,10 @@
 
 A stream's best setting is the one with the least sum over all its sizes, each new; a steady size's
 best is the quickest there, CUDA graphs among them on both sides. `speedup` is ONNX Runtime's time,
-or torch's, over ours. torch.compile's sum holds what it compiled on the way. `--readme` puts the
-table of the streams between the two comments in a file that name this module.
+or torch's, over ours. ONNX Runtime on a form with passes of ours, which it does not have without
+us, is none of its settings: `ort_with_our_passes` tells of it. torch.compile's sum holds what it
+compiled on the way. `--readme` puts the table of the streams between the two comments in a file
+that name this module.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import csv_rows
+from benchmarks import contender_names, csv_rows
 from benchmarks.recording import plain
 
 Rows = Sequence[Mapping[str, str]]
@@ -61,7 +63,8 @@ class _Figures:
         elif measure in ONCE:
             if measure == "create_s":  # it did start, later
                 self.alone[contender].pop("failed", None)
-            self.alone[contender][measure] = row["note"] or float(row["value"])
+            failed = measure == "failed"
+            self.alone[contender][measure] = row["note"] if failed else float(row["value"])
 
 
 def of_file(path: Path) -> list[dict[str, Any]]:
@@ -103,9 +106,13 @@ def _stream(figures: _Figures, name: str) -> dict[str, Any] | None:
             found[side]["new_ms"] = statistics.median(times.values())
         if contender in figures.again[name]:
             found[side]["again_ms"] = figures.again[name][contender]
-    defaults = {k: v for k, v in totals.items() if k.startswith("ort") and " " not in k}
+    defaults = {name: total for name, total in totals.items() if " " not in name}
     if plain_best := _best(defaults, "ort"):
         found["ort_defaults"] = {"name": plain_best, "ms": totals[plain_best][0]}
+    informing = [name for name in totals if contender_names.is_for_information(name)]
+    if informing:
+        best = min(informing, key=lambda name: totals[name][0])
+        found["ort_with_our_passes"] = {"name": best, "ms": totals[best][0]}
     found["speedup"] = totals[theirs][0] / mine
     for other in ("torch", "torch.compile"):
         if other in totals:
@@ -120,7 +127,9 @@ def _stream(figures: _Figures, name: str) -> dict[str, Any] | None:
 def _steady(times: Mapping[str, float]) -> dict[str, Any] | None:
     """The best of both sides at one size, and without CUDA graphs on either."""
     found = _against(times)
-    without = _against({name: ms for name, ms in times.items() if not name.endswith("graphs")})
+    without = _against(
+        {name: ms for name, ms in times.items() if not contender_names.with_graphs(name)}
+    )
     if found is not None and without is not None:
         found["without_graphs"] = without
     return found
@@ -139,8 +148,9 @@ def _against(times: Mapping[str, float]) -> dict[str, Any] | None:
 
 
 def _best(times: Mapping[str, tuple[float, str]], side: str) -> str | None:
-    """The quickest contender of one side: its name is the side's, or goes on with + or a space."""
-    mine = [name for name in times if name.replace("+", " ").split(" ")[0] == side]
+    """The quickest contender of one side, of those that are not for information alone."""
+    mine = [name for name in times if contender_names.side(name) == side
+            and not contender_names.is_for_information(name)]  # fmt: skip
     return min(mine, key=lambda name: times[name][0]) if mine else None
 
 
@@ -175,6 +185,8 @@ def shown(summaries: Sequence[Mapping[str, Any]]) -> str:
             for other in ("torch", "torch.compile"):
                 if other in stream:
                     line += f"; {other} {stream[other]['ms']:.0f} ({stream[other]['speedup']:.1f})"
+            if "ort_with_our_passes" in stream:
+                line += f"; for information: {_side(stream['ort_with_our_passes'])}"
             lines.append(line)
             for size, pair in stream["steady"].items():
                 both = [("steady", pair)]

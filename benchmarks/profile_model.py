@@ -278,9 +278,7 @@ def main() -> None:
         folder = arguments.places.put(model, arguments.dtype, Path(work))
         say(f"{model.id} {arguments.dtype}: weights drawn")
         candidates = [
-            *model_contenders.contenders(
-                model, arguments.dtype, folder, provider, eager=True, nopattern=True
-            ),
+            *model_contenders.contenders(model, arguments.dtype, folder, provider, eager=True),
             model_contenders.compiled(model, arguments.dtype, provider),
         ]  # fmt: skip
         inputs = {

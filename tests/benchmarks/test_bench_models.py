@@ -5,10 +5,15 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import multiprocessing
+import os
+import shutil
 import sys
-import time
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +22,7 @@ pytest.importorskip("onnxscript")
 
 from benchmarks import bench_models, exported_models, model_contenders, model_plots
 from benchmarks.exported_models import ALL, PUBLISHED
+from benchmarks.model_contenders import Contender
 from benchmarks.placed_models import Places
 from benchmarks.running import Provider
 
@@ -57,7 +63,9 @@ def test_every_contender_is_right_and_timed(
     rows = bench(exported, tmp_path, monkeypatch)
     assert not [row for row in rows if row["measure"] == "failed"]
     values = by_contender(rows)
-    names = {"ort", "ours", *(f"{who}+{form}" for who in ("ort", "ours") for form in FORMS)}
+    forms = ("onnxscript", "ort:bert")
+    names = {"ort", "ours+onnxscript-lean", "ours+onnxscript-mha", "ours+ort:bert",
+             *(f"ort+{form}" for form in forms)}  # fmt: skip
     for measure in ("create_s", "error", "new_ms", "stream_ms", "again_stream_ms", "steady_ms"):
         assert set(values[measure]) == names, measure
     assert max(error for errors in values["error"].values() for error in errors) < 1e-5
@@ -76,9 +84,39 @@ def test_every_contender_is_right_and_timed(
 def test_chosen_contenders_alone(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--nopattern", "--contenders", "ort+ort:bert nopattern,ours")
+    words = ("--contenders", "ort+onnxscript-lean,ours")  # both on request alone
     rows = bench(exported, tmp_path, monkeypatch, *words)
-    assert set(by_contender(rows)["steady_ms"]) == {"ort+ort:bert nopattern", "ours"}
+    assert set(by_contender(rows)["steady_ms"]) == {"ort+onnxscript-lean", "ours"}
+    assert {row["note"] for row in rows if row["measure"] == "error"} == {""}  # `ort` is not there
+
+
+def test_names_that_a_model_does_not_have_count_as_nothing_done(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert bench(exported, tmp_path, monkeypatch, "--contenders", "theirs") == []
+    assert "has none of the contenders" in capsys.readouterr().out
+
+
+def test_one_that_dies_takes_no_other_along(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contenders(model: Any, *_: Any, **__: Any) -> Iterator[Contender]:
+        start = partial(model_contenders.reference, _[1], _[2])
+        yield Contender("ort", start)
+        yield Contender("ort dead", lambda: os._exit(3))
+        yield Contender("ours refused", lambda: 1 / 0)
+        yield Contender("ours", start)
+
+    monkeypatch.setattr(model_contenders, "contenders", contenders)
+    rows = bench(exported, tmp_path, monkeypatch)
+    assert {row["contender"]: row["note"] for row in rows if row["measure"] == "failed"} == {
+        "ort dead": "start: ended with exit code 3",
+        "ours refused": "start: ZeroDivisionError: division by zero",
+    }
+    values = by_contender(rows)
+    for measure in ("stream_ms", "steady_ms", "error"):
+        assert set(values[measure]) == {"ort", "ours"}
+    assert set(values["checks_s"]) == {"-"}
 
 
 def test_without_time_nothing_counts_as_done(
@@ -99,21 +137,35 @@ def test_streams_hold_what_is_promised(model: exported_models.Model) -> None:
     assert all(len(stream.sizes) == 4 for stream in bench_models.streams_of(model, 4))
 
 
-def test_on_cuda_fused_attention_has_both_ways_and_sizes_that_repeat_graphs(exported: Path) -> None:
+def test_on_cuda_a_form_has_the_settings_that_suit_it(exported: Path) -> None:
     (bert,) = exported_models.named("bert_base")
     found = list(
         model_contenders.contenders(bert, "f32", exported / "bert_base/f32", Provider(), eager=True)
     )
-    names = {contender.name for contender in found}
-    fused = {f"{side}+{form}" for side in ("ort", "ours") for form in FORMS[:1]}
-    for name in ("ort", "ours", "ort+ort:bert", "ours+ort:bert", *fused):
-        assert {name, f"{name} graphs"} <= names
-    cudnn = {name for name in names if name.endswith(("sdpa", "cudnn", "cudnn graphs"))}
-    assert {name.split(" ")[0] for name in cudnn} == fused
+    names = [contender.name for contender in found]
+    assert len(set(names)) == len(names)
+    assert {one.name for one in found if not one.on_request} == {
+        "ort", "ort+onnxscript", "ort+onnxscript sdpa", "ort+onnxscript graphs", "ort+ort:bert",
+        "ort+ort:bert graphs", "ours+onnxscript-lean", "ours+onnxscript-mha",
+        "ours+onnxscript-mha cudnn graphs", "ours+ort:bert", "torch",
+    }  # fmt: skip
+    fused = {name.split(" ")[0] for name in names if name.endswith((" sdpa", " cudnn"))}
+    passes = {f"{side}+onnxscript{end}" for side in ("ort", "ours") for end in ("-lean", "-mha")}
+    assert fused == {"ort+onnxscript", "ours+onnxscript", *passes}
+    for end in ("", " graphs", " cudnn", " cudnn graphs"):
+        assert f"ours+onnxscript{end}" in names
     lasting = {contender.name for contender in found if not contender.repeats}
     assert not [name for name in lasting if "graphs" in name or "cudnn" in name]
-    assert "torch" in lasting
-    assert len(names) == len(found)
+
+
+def test_the_only_form_of_a_model_has_all_settings(exported: Path, tmp_path: Path) -> None:
+    (bert,) = exported_models.named("bert_base")
+    shutil.copy(exported / "bert_base/f32/plain.onnx", tmp_path)
+    resnet = dataclasses.replace(bert, family="resnet")
+    found = model_contenders.contenders(resnet, "f32", tmp_path, Provider(), eager=False)
+    assert [one.name for one in found if not one.on_request] == [
+        "ort", "ort graphs", "ort heuristic", "ort nhwc", "ours", "ours graphs"
+    ]  # fmt: skip
 
 
 def test_a_form_that_fuses_nothing_is_none(exported: Path, tmp_path: Path) -> None:
@@ -152,13 +204,14 @@ def test_unknown_models_are_refused(
         assert said in capsys.readouterr().err
 
 
-def test_a_model_that_hangs_is_ended(
+def test_a_model_that_fails_is_told_and_the_next_one_measured(
     exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(bench_models, "GRACE", 0.5)
-    monkeypatch.setattr(bench_models, "measure", lambda *_: time.sleep(60))
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Places, "put_weights", fail)
     (tmp_path / "models.csv").write_text(",".join(bench_models.HEAD) + "\n")
-    started = time.monotonic()
-    bench(exported, tmp_path, monkeypatch, "--each", "0.5")
-    assert time.monotonic() - started < 30
-    assert "ended with exit code -9" in capsys.readouterr().out
+    assert bench(exported, tmp_path, monkeypatch) == []
+    assert "OSError: no space left" in capsys.readouterr().out
+    assert not multiprocessing.active_children()

@@ -24,18 +24,36 @@ def stream(**totals: float) -> list[dict[str, str]]:
 
 
 def test_the_best_of_both_sides_are_compared() -> None:
-    rows = [*stream(ort=30, ort_sdpa=20, ours=12, ours_nopattern=10, torch=50), *(
+    rows = [*stream(ort=30, ort_sdpa=20, ours=12, ours_cudnn=10, torch=50), *(
         row(name, "new_ms", value, size=str(size))
-        for name in ("ort sdpa", "ours nopattern") for size, value in ((1, 3.0), (2, 5.0), (3, 9.0))
+        for name in ("ort sdpa", "ours cudnn") for size, value in ((1, 3.0), (2, 5.0), (3, 9.0))
     )]  # fmt: skip
     (found,) = model_summaries.summarized(rows)
     one = found["streams"]["s"]
-    assert (one["ort"]["name"], one["ours"]["name"]) == ("ort sdpa", "ours nopattern")
+    assert (one["ort"]["name"], one["ours"]["name"]) == ("ort sdpa", "ours cudnn")
     assert one["speedup"] == 2
     assert one["ort_defaults"] == {"name": "ort", "ms": 30}
     assert one["torch"]["speedup"] == 5
     assert one["sizes"] == 3
     assert one["ours"]["new_ms"] == 5
+
+
+def test_onnxruntime_on_a_form_with_our_passes_is_none_of_its_settings() -> None:
+    rows = stream(ort=30, ours=12) + [
+        row(f"ort+onnxscript{passes} sdpa", "stream_ms", value)
+        for passes, value in (("", 20), ("-packed", 14), ("-lean", 15))
+    ]
+    rows += [
+        row(name, "steady_ms", value, size="1x16")
+        for name, value in (("ort", 4.0), ("ort+ort-mha:bert", 1.0), ("ours+ort-mha:bert", 2.0))
+    ]
+    (found,) = model_summaries.summarized(rows)
+    one = found["streams"]["s"]
+    assert one["ort"] == {"name": "ort+onnxscript sdpa", "ms": 20, "note": ""}
+    assert one["ort_with_our_passes"] == {"name": "ort+onnxscript-packed sdpa", "ms": 14}
+    assert one["steady"]["1x16"]["ort"] == {"name": "ort", "ms": 4}
+    assert one["steady"]["1x16"]["ours"] == {"name": "ours+ort-mha:bert", "ms": 2}
+    assert "for information: 14 ms (ort+onnxscript-packed sdpa)" in model_summaries.shown([found])
 
 
 def test_steady_sizes_are_compared_with_graphs_and_without() -> None:
@@ -63,7 +81,8 @@ def test_one_that_failed_at_first_counts_when_it_ran() -> None:
     failed = row("ours", "failed", 1, note="no time left")
     (found,) = model_summaries.summarized([*stream(ort=2, ours=1), failed])
     assert found["contenders"]["ours"] == {"failed": "no time left"}
-    rows = [*stream(ort=2, ours=1), failed, row("ours", "create_s", 0.5)]
+    beside = row("ours", "create_s", 0.5, note="made beside others")
+    rows = [*stream(ort=2, ours=1), failed, beside]
     (found,) = model_summaries.summarized(rows)
     assert found["contenders"]["ours"] == {"create_s": 0.5}
 
