@@ -133,7 +133,7 @@ def conv_specs(sm: int) -> list[KernelSpec]:
     modes = [(dtype, Precision.TF32) for dtype in Dtype] + [(Dtype.F32, Precision.IEEE)]
     for dtype, precision in modes:
         e = dtype.bytes
-        tiles = IEEE if precision is Precision.IEEE else listed
+        tiles: tuple[ConvTile, ...] = IEEE if precision is Precision.IEEE else listed
         if sm == 90 and dtype is Dtype.F32 and precision is Precision.TF32:
             tiles = (*TALL_TF32, *WIDE)
         for family in (

@@ -36,8 +36,9 @@ struct KernelTraits {
   int16_t warps;
   int8_t family, dtype, precision, trans_a, trans_b;
   int8_t align_a, align_b, align_c;
-  bool split_k, persistent, sliced, bias_matrix, dependent_launch;
-  bool tensor_maps;  // its family uses them
+  bool split_k : 1, persistent : 1, sliced : 1, pingpong : 1, bias_matrix : 1;
+  bool dependent_launch : 1;
+  bool tensor_maps : 1;  // its family uses them
 };
 
 // Two lines of the host's caches.

@@ -56,6 +56,7 @@ Extent extent_of(const mp_problem& p, const mp_region& r) {
   e.a_crosses_lines = p.lda * bytes % kLineBytes != 0;
   e.b_crosses_lines = p.ldb * bytes % kLineBytes != 0;
   e.b_rows_short = !p.trans_b && p.ldb * bytes < kLineBytes;
+  e.finish_clocks = finish_clocks(p.activation, p.residual);
   return e;
 }
 

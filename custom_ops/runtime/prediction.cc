@@ -21,6 +21,14 @@ constexpr double kCrowding = 0.52;
 // median of 0.08 us per such warp, 0.06 to 0.11 for half of them, whatever their family and size.
 constexpr double kWarpStartClocks = 175;
 
+// What follows the product, on an H200 (benchmarks/results/h200/epilogues.csv): all of it goes
+// another way than a plain tile, then come the formula and R. Per 32 elements, in clocks of a
+// scheduler whose warps all take part; one that is alone waits for what it computes.
+constexpr double kFinishClocks = 10, kSigmoidClocks = 10, kGeluTanhClocks = 12, kGeluClocks = 21;
+constexpr double kResidualClocks = 23;
+constexpr double kAloneShare = 1.7;
+constexpr int kLanesOfSm = 128;
+
 constexpr double kRounding = 1e-9;  // by which a bound and a prediction may be off, relatively
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -64,10 +72,10 @@ double waves_us(const KernelCost& cost, const DeviceModel& model, int64_t blocks
 // behind the next one's loads. Blocks with `ragged` shares are at different K steps of their tiles
 // at the same time, so that they presumably find less in the L2 that others have read.
 double persistent_us(const KernelCost& cost, const DeviceModel& model, int64_t tiles,
-                     int64_t blocks, double steps, int split, bool ragged) {
+                     int64_t blocks, double steps, int split, bool ragged, const Finish& finish) {
   const double share =
       split > 1 ? std::ceil(tiles * steps / blocks) : ceil_div(tiles, blocks) * steps;
-  const double ends = (ceil_div(tiles, blocks) - 1) * tile_end_us(cost, steps);
+  const double ends = (ceil_div(tiles, blocks) - 1) * (tile_end_us(cost, steps) + finish.each);
   return share * step_us(cost, model, blocks) * (ragged ? kRaggedStepShare : 1) + ends;
 }
 
@@ -107,6 +115,41 @@ double tile_end_us(const KernelCost& cost, double steps) {
   return std::max(0.0, cost.tile_end_us - steps * cost.hidden_us);
 }
 
+double finish_clocks(int32_t activation, int32_t residual) {
+  if (activation == MP_ACT_NONE && residual == MP_RESIDUAL_NONE) return 0;
+  double clocks = kFinishClocks + (residual ? kResidualClocks : 0);
+  switch (activation) {
+    case MP_ACT_SIGMOID:
+    case MP_ACT_TANH:
+    case MP_ACT_QUICK_GELU:
+    case MP_ACT_SILU:
+      return clocks + kSigmoidClocks;
+    case MP_ACT_GELU_TANH:
+      return clocks + kGeluTanhClocks;
+    case MP_ACT_GELU:
+      return clocks + kGeluClocks;
+    default:
+      return clocks;
+  }
+}
+
+Finish finish_of(const KernelCost& cost, const DeviceModel& model, const Extent& e,
+                 const Tiling& tiling) {
+  if (e.finish_clocks == 0) return {0, 0};
+  const KernelTraits& k = cost.kernel;
+  const double tile = e.finish_clocks * k.bm * k.bn / kLanesOfSm / model.clocks_per_us;
+  if (k.pingpong) {
+    // Behind it the other consumer multiplies its tile.
+    const double own = kAloneShare * tile;
+    return {std::max(0.0, own - tiling.steps * cost.step_us), own};
+  }
+  // Blocks that share an SM hide half of it behind each other's products.
+  const double blocks =
+      std::min<int64_t>(cost.blocks_per_sm, ceil_div(tiling.tiles, model.sm_count));
+  const double us = tile * std::max(1.0, blocks / 2);
+  return {us, us};
+}
+
 double crossing_share(const KernelTraits& k, const Extent& e) {
   if (!k.tensor_maps) return 1;
   const double crossing = (e.a_crosses_lines ? k.bm : 0) + (e.b_crosses_lines ? k.bn : 0);
@@ -130,13 +173,14 @@ double predict_us(const KernelCost& cost, const DeviceModel& model, const Extent
   const int64_t blocks = grid_blocks(cost, model, tiles, split);
   const bool ragged = split > 1 && blocks < tiles * split;
   const int steps = ceil_div(tiling.steps, split);
+  const Finish finish = finish_of(cost, model, e, tiling);
   double loop;
   if (k.persistent) {
-    loop = persistent_us(cost, model, tiles, blocks, tiling.steps, split, ragged);
+    loop = persistent_us(cost, model, tiles, blocks, tiling.steps, split, ragged, finish);
   } else {
     // Split-K: each block's partial tile is read back by the last block of its tile, which in a
     // later wave works beside others.
-    const double wave_fixed = cost.fixed_us + (split > 1 ? cost.slice_us : 0);
+    const double wave_fixed = cost.fixed_us + finish.each + (split > 1 ? cost.slice_us : 0);
     loop = waves_us(cost, model, blocks, steps, wave_fixed) - wave_fixed;
     if (blocks <= slots) loop += start_us(k, model, blocks);
   }
@@ -158,7 +202,8 @@ double predict_us(const KernelCost& cost, const DeviceModel& model, const Extent
   // The loops and the traffic overlap, yet wait for each other where they take about as long. No
   // block computes or streams while the first ones start and the last ones end.
   const double traffic = traffic_bytes(cost, model, e, tiling, split) / model.bytes_per_us;
-  return launch_us(cost, model, blocks, steps) + cost.fixed_us + std::hypot(loop, traffic) + fixup;
+  return launch_us(cost, model, blocks, steps) + cost.fixed_us + std::hypot(loop, traffic) + fixup +
+         finish.last;
 }
 
 // A step that b of the device's s slots take part in lasts b / s of `shared_step_us` * s or longer:

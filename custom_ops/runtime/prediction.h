@@ -16,6 +16,8 @@ struct Extent {
   // Of the matrices as they are stored: rows that do not start at multiples of 128 bytes, the lines
   // of the caches, and rows of B that are shorter.
   bool a_crosses_lines, b_crosses_lines, b_rows_short;
+  // What follows the product (finish_clocks); 0: nothing.
+  double finish_clocks;
   // Of what a column of B takes to load, the part that is in the memory once: the taps of a
   // convolution meet the same pixels.
   double b_distinct = 1;
@@ -62,6 +64,18 @@ double launch_us(const KernelCost& cost, const DeviceModel& model, int64_t block
 
 // Of a persistent kernel's tile of `steps` K steps, what its end takes that no load hides.
 double tile_end_us(const KernelCost& cost, double steps);
+
+// Clocks in which the warps of a scheduler do for 32 elements of Y what follows the product
+// (mp_activation, mp_residual), beyond what a plain epilogue takes; 0 where nothing follows.
+double finish_clocks(int32_t activation, int32_t residual);
+
+// us that this takes at the end of a tile and that nothing hides.
+struct Finish {
+  double each;  // of the tiles of a block but the last
+  double last;
+};
+Finish finish_of(const KernelCost& cost, const DeviceModel& model, const Extent& extent,
+                 const Tiling& tiling);
 
 // How many times longer a K step is where tensor maps load rows that cross lines.
 double crossing_share(const KernelTraits& kernel, const Extent& extent);

@@ -35,6 +35,7 @@ struct Candidate {
   int slots;
   int steps;          // K steps of a tile
   double share;       // of a step's cost: rows that cross lines
+  double finish_us;   // what follows the product, at the end of a block
   double wave_us;     // of a full wave
   double rate;        // us per element of Y in full waves
   double least_rate;  // no share of a K step on the device is less, whatever the split
@@ -169,7 +170,8 @@ class Search {
     const int steps = c.tiling.steps;
     const int slots = model_.sm_count * cost.blocks_per_sm;
     const double share = crossing_share(k, extent_);
-    const double end = k.persistent ? tile_end_us(cost, steps) : cost.fixed_us;
+    const Finish finish = finish_of(cost, model_, extent_, c.tiling);
+    const double end = (k.persistent ? tile_end_us(cost, steps) : cost.fixed_us) + finish.each;
     const double wave = end + steps * cost.step_us * share;
     const int area = k.bm * k.bn;
     return {c.kernel,
@@ -178,6 +180,7 @@ class Search {
             slots,
             steps,
             share,
+            finish.last,
             wave,
             wave / slots / area,
             steps * cost.least_step_us / (double(slots) * area)};
@@ -297,11 +300,11 @@ class Search {
       const bool ragged = split > 1 && out->blocks < tiles * split;
       const double share = split > 1 ? double(ceil_div(tiles * c.steps, out->blocks))
                                      : double(ceil_div(tiles, out->blocks) * c.steps);
-      out->block_us = cost.fixed_us + share * step * (ragged ? kRaggedStepShare : 1);
+      out->block_us = cost.fixed_us + share * step * (ragged ? kRaggedStepShare : 1) + c.finish_us;
       return split > 1 ? cost.arrive_us + ceil_div(out->blocks, tiles) * cost.slice_us : 0;
     }
-    out->block_us =
-        cost.fixed_us + (split > 1 ? cost.slice_us : 0) + ceil_div(c.steps, split) * step;
+    out->block_us = cost.fixed_us + (split > 1 ? cost.slice_us : 0) +
+                    ceil_div(c.steps, split) * step + c.finish_us;
     return split > 1 ? cost.arrive_us + split * cost.slice_us : 0;
   }
 

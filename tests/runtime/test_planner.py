@@ -512,3 +512,26 @@ def test_no_kernel_that_is_left_out_of_the_search_is_better(
         return
     assert plan.predicted_us == least
     assert plan.regions[0].kernel == min(i for i, us in forced.items() if us == least)
+
+
+@pytest.mark.parametrize("kernel", standard_kernels()[:6], ids=lambda kernel: str(kernel))
+def test_what_follows_a_product_costs_time_with_every_kernel(
+    tmp_path: Path, kernel: TinyKernel
+) -> None:
+    path = tmp_path / "sm_90.mpk"
+    path.write_bytes(pack_bytes([kernel]))
+    pack = native.Pack(path)
+    field = {
+        "dtype": kernel.dtype, "precision": kernel.precision, "trans_a": kernel.trans_a,
+        "trans_b": kernel.trans_b,
+    }  # fmt: skip
+
+    def us(activation: native.Activation, residual: native.Residual) -> float:
+        p = problem(100, 300, 4096, **field, activation=activation, residual=residual)
+        return pack.plan(h200(), p, kernel=0).predicted_us
+
+    plain = us(native.Activation.NONE, native.Residual.NONE)
+    relu = us(native.Activation.RELU, native.Residual.NONE)
+    gelu = us(native.Activation.GELU, native.Residual.NONE)
+    both = us(native.Activation.GELU, native.Residual.BEFORE)
+    assert plain < relu < gelu < both
