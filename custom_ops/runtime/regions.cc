@@ -164,7 +164,8 @@ class Search {
         at = std::min(at, whole);
         if (at < 1 || at * tile >= area_.*size) continue;
         // The second kernel's rows are as aligned as the problem's only where the cut is.
-        if (first != &mp_region::z0 && at * tile * element_bytes(p_.dtype) % kAlignment) continue;
+        const int64_t unit = kAlignment * (p_.gated && first == &mp_region::n0 ? 2 : 1);
+        if (first != &mp_region::z0 && at * tile * element_bytes(p_.dtype) % unit) continue;
         if (std::find(tried, tried + count, at) != tried + count) continue;
         tried[count++] = at;
         Cut cut{&c, {area_, area_}, {}, 0};
@@ -350,7 +351,8 @@ void check_launch(const mp_kernel& k, const mp_problem& p, const mp_region& r, i
     return aligned(r.m0, 0, align_m) && aligned(r.m0 + r.m, p.m, align_m) &&
            aligned(r.n0, 0, align_n) && aligned(r.n0 + r.n, p.n, align_n);
   };
-  if (!holds(k.trans_a ? k.align_a : 1, std::max(k.align_c, k.trans_b ? 1 : k.align_b))) {
+  const int32_t align_c = k.align_c * (p.gated ? 2 : 1);  // of two columns for each of Y
+  if (!holds(k.trans_a ? k.align_a : 1, std::max(align_c, k.trans_b ? 1 : k.align_b))) {
     refuse("wants rows aligned to ", k.align_a, ", ", k.align_b, " and ", k.align_c,
            " bytes, which this part of them is not");
   }
