@@ -231,6 +231,7 @@ KernelTraits::KernelTraits(const mp_kernel& k)
       persistent(k.persistent != 0),
       sliced(k.sliced != 0),
       pingpong(k.pingpong != 0),
+      swap(k.swap != 0),
       bias_matrix(k.bias_matrix != 0),
       dependent_launch(k.dependent_launch != 0),
       tensor_maps(uses_tensor_maps(k.family)) {}

@@ -115,19 +115,21 @@ double tile_end_us(const KernelCost& cost, double steps) {
   return std::max(0.0, cost.tile_end_us - steps * cost.hidden_us);
 }
 
-double finish_clocks(int32_t activation, int32_t residual) {
-  if (activation == MP_ACT_NONE && residual == MP_RESIDUAL_NONE) return 0;
-  double clocks = kFinishClocks + (residual ? kResidualClocks : 0);
-  switch (activation) {
+double finish_clocks(const mp_problem& p) {
+  if (!p.activation && !p.residual && !p.gated && !p.wide) return 0;
+  const double clocks = kFinishClocks + (p.residual ? kResidualClocks : 0);
+  // Of a gated product every other column is activated.
+  const double share = p.gated ? 0.5 : 1;
+  switch (p.activation) {
     case MP_ACT_SIGMOID:
     case MP_ACT_TANH:
     case MP_ACT_QUICK_GELU:
     case MP_ACT_SILU:
-      return clocks + kSigmoidClocks;
+      return clocks + share * kSigmoidClocks;
     case MP_ACT_GELU_TANH:
-      return clocks + kGeluTanhClocks;
+      return clocks + share * kGeluTanhClocks;
     case MP_ACT_GELU:
-      return clocks + kGeluClocks;
+      return clocks + share * kGeluClocks;
     default:
       return clocks;
   }

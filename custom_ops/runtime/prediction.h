@@ -65,9 +65,10 @@ double launch_us(const KernelCost& cost, const DeviceModel& model, int64_t block
 // Of a persistent kernel's tile of `steps` K steps, what its end takes that no load hides.
 double tile_end_us(const KernelCost& cost, double steps);
 
-// Clocks in which the warps of a scheduler do for 32 elements of Y what follows the product
-// (mp_activation, mp_residual), beyond what a plain epilogue takes; 0 where nothing follows.
-double finish_clocks(int32_t activation, int32_t residual);
+// Clocks in which the warps of a scheduler do for 32 elements of the product what follows it (an
+// activation, R, the pairs of a gated one, a wider type), beyond what a plain epilogue takes; 0
+// where nothing follows.
+double finish_clocks(const mp_problem& problem);
 
 // us that this takes at the end of a tile and that nothing hides.
 struct Finish {
