@@ -17,6 +17,7 @@ from .operators import ACTIVATIONS, ALPHA, BASES, BETA, Operator, Residual
 
 _HAS_HARD_SWISH = 14
 _HAS_GELU = 20
+_BEHIND = 2**31 - 1  # every last column
 
 
 def nodes(operator: Operator, opset: int) -> list[onnx.NodeProto]:
@@ -35,12 +36,19 @@ def nodes(operator: Operator, opset: int) -> list[onnx.NodeProto]:
         value = body.add("Add", value, vector)
     if operator.residual is Residual.BEFORE:
         value = body.add("Add", value, "R")
+    values = body.every_second_column(value, 1) if base.gated else ""
+    if base.gated:
+        value = body.every_second_column(value, 0)
     if operator.activation:
         value = body.activate(operator.activation, value)
     if operator.residual is Residual.AFTER:
         body.add("Add", value, "R")
     elif operator.residual is Residual.FACTOR:
         body.add("Mul", value, "R")
+    elif base.gated:
+        body.add("Mul", value, values)
+    elif base.to_float:
+        body.append(onnx.helper.make_node("Cast", [value], [], to=onnx.TensorProto.FLOAT))
     body.nodes[-1].output[0] = "Y"
     return body.nodes
 
@@ -65,6 +73,13 @@ class _Body:
         tensor = onnx.helper.make_tensor("value", onnx.TensorProto.FLOAT, [], [value])
         constant = self.append(onnx.helper.make_node("Constant", [], [], value=tensor))
         return self.add("CastLike", constant, like)
+
+    def every_second_column(self, x: str, first: int) -> str:
+        numbers = []
+        for number in (first, _BEHIND, -1, 2):  # starts, ends, axes, steps
+            tensor = onnx.helper.make_tensor("value", onnx.TensorProto.INT64, [1], [number])
+            numbers.append(self.append(onnx.helper.make_node("Constant", [], [], value=tensor)))
+        return self.add("Slice", x, *numbers)
 
     def parameter(self, like: str, attribute: str) -> str:
         """The value of an attribute of the operator."""

@@ -6,6 +6,10 @@ The name says what is applied, in this order:
 
 Each name has one structure, and so one function body. The first Add, or the one behind the
 activation, or the Mul takes the operand R, the last input, which has the shape of the output.
+
+Two kinds of bases are special. Of a gated one, columns 2 i and 2 i + 1 of the product are the gate
+and the value of output i: MatMulGatedBiasSilu is SwiGLU, with biases. Those to float have 16-bit
+operands, and round to their type all the same.
 """
 
 from __future__ import annotations
@@ -81,6 +85,8 @@ class Base:
         has_vector: Whether the last input is a vector that the body adds, as for MatMulBias.
         scaled: Whether the body multiplies the product with the attribute alpha, and the vector
             with beta.
+        gated: Whether pairs of columns are multiplied, the first one with its activation.
+        to_float: Whether the output is fp32, and the operands are not.
     """
 
     standard: str
@@ -88,6 +94,8 @@ class Base:
     attributes: _Attributes
     has_vector: bool = False
     scaled: bool = False
+    gated: bool = False
+    to_float: bool = False
 
 
 _SCALED: _Attributes = {"alpha": _KIND.FLOAT}
@@ -115,12 +123,21 @@ BASES: Mapping[str, Base] = {
     "MatMulBias": Base("MatMul", ("A", "B", "bias"), {}, has_vector=True),
     "ScaledMatMul": Base("MatMul", ("A", "B"), _SCALED, scaled=True),
     "ScaledMatMulBias": Base("MatMul", ("A", "B", "bias"), _SCALED_BIAS, True, scaled=True),
+    "MatMulGated": Base("MatMul", ("A", "B"), {}, gated=True),
+    "MatMulGatedBias": Base("MatMul", ("A", "B", "bias"), {}, has_vector=True, gated=True),
+    "MatMulToFloat": Base("MatMul", ("A", "B"), {}, to_float=True),
+    "MatMulBiasToFloat": Base("MatMul", ("A", "B", "bias"), {}, has_vector=True, to_float=True),
     "Gemm": Base("Gemm", ("A", "B", "C"), _GEMM),
+    "GemmToFloat": Base("Gemm", ("A", "B", "C"), _GEMM, to_float=True),
     "Conv": Base("Conv", ("X", "W", "B"), _CONV),
     "ConvNoBias": Base("Conv", ("X", "W"), _CONV),
     "ConvTranspose": Base("ConvTranspose", ("X", "W", "B"), _CONV_TRANSPOSE),
     "ConvTransposeNoBias": Base("ConvTranspose", ("X", "W"), _CONV_TRANSPOSE),
 }
+
+
+_HAS_STEPS = 11
+"""The ai.onnx version in which Slice has steps, and counts axes from behind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,18 +178,21 @@ class Operator:
     def min_opset(self) -> int:
         """The first ai.onnx version in which its body can be said."""
         needs = [_CAST_LIKE] if BASES[self.base].scaled else [7]
+        if BASES[self.base].gated:
+            needs.append(_HAS_STEPS)
         if self.activation:
             needs.append(ACTIVATIONS[self.activation].min_opset)
         return max(needs)
 
 
 def _operators() -> Iterator[Operator]:
-    for base in BASES:
+    for base, kind in BASES.items():
         yield Operator(base)
-        transposed = base.startswith("ConvTranspose")
+        if kind.to_float:
+            continue
         for activation in ACTIVATIONS:
             yield Operator(base, activation)
-        if transposed:
+        if kind.gated or base.startswith("ConvTranspose"):
             continue
         for activation in ("", *ACTIVATIONS):
             yield Operator(base, activation, Residual.BEFORE)

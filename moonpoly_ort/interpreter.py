@@ -24,6 +24,7 @@ from .custom_ops.kernels.signature import PARAMETERS
 from .custom_ops.kernels.spec import Dtype, KernelSpec, interpreted, name
 from .errors import MissingDependencyError, MoonPolyError
 from .interpreted_conv import run_conv_region
+from .native_structs import epilogue_code
 
 if TYPE_CHECKING:
     from .native import Conv, Copy, Pack, Plan, Problem, Region
@@ -222,8 +223,13 @@ def _run_region(
     b_start = r.n0 * p.ldb if p.trans_b else r.n0
 
     def like_y(base: int) -> _Matrices:
-        start = base + (r.m0 * p.ldc + r.n0) * e
-        return _Matrices(start, spec.dtype, p.batch, r.m, r.n, p.ldc, p.c_batch_stride)
+        # A product knows fp32 by pairs of elements of its own type.
+        scale, shared_by = 1 + p.wide, 1 + p.gated
+        start = base + (r.m0 * p.ldc + r.n0 // shared_by) * e * scale
+        return _Matrices(
+            start, spec.dtype, p.batch, r.m, r.n // shared_by * scale, p.ldc * scale,
+            p.c_batch_stride * scale,
+        )  # fmt: skip
 
     operands = {
         "a": _Matrices(a + a_start * e, spec.dtype, a_entries, *a_shape, p.lda, p.a_batch_stride),
@@ -256,7 +262,7 @@ def _run_region(
             if residual and p.residual
             else _elements(0, spec.dtype, 0)
         ),
-        Param.ACTIVATION: p.activation | p.residual << 8,
+        Param.ACTIVATION: epilogue_code(p),
         Param.ACT_ALPHA: p.act_alpha, Param.ACT_BETA: p.act_beta,
         Param.ORDER: 0,  # one launch after the other here
         Param.ALPHA: p.alpha, Param.BETA: p.beta if bias_count else 0.0,

@@ -101,7 +101,7 @@ __all__ = [
     "stats",
 ]
 
-API_VERSION = 3
+API_VERSION = 4
 _InterpretFn = ctypes.CFUNCTYPE(
     c_int32, ctypes.POINTER(Problem), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
     c_void_p, ctypes.POINTER(c_char), c_int32,

@@ -124,6 +124,9 @@ _EPILOGUE: tuple[tuple[str, type[c_int32] | type[c_float]], ...] = (
 class Problem(_Struct):
     """`mp_problem`: Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C), R[z] as `residual`
     says; a(z) = z // a_div % a_mod and b alike. Sizes and strides count elements, alignments bytes.
+
+    `gated` 1: Y has the n / 2 products of columns 2 i, with the activation, and 2 i + 1. `wide` 1:
+    Y of a 16-bit product is fp32, rounded to its type all the same.
     """
 
     _fields_ = [
@@ -137,7 +140,15 @@ class Problem(_Struct):
         ("alpha", c_float),
         ("beta", c_float),
         *_EPILOGUE,
+        ("gated", c_int32),
+        ("wide", c_int32),
     ]
+
+
+def epilogue_code(problem: Problem) -> int:
+    """What a kernel gets as its parameter `activation`."""
+    special = problem.gated << 16 | problem.wide << 17
+    return int(problem.activation | problem.residual << 8 | special)
 
 
 class Conv(_Struct):

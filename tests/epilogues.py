@@ -86,3 +86,13 @@ AFTER_CONVOLUTIONS = [
     *((name + "Add", code, Residual.AFTER) for name, code in ACTIVATIONS.items()),
 ]  # fmt: skip
 AFTER_TRANSPOSED = [*_PLAIN[:1], *_ACTIVATED]
+
+
+def gated(x: Array, activation: Activation, alpha: float = 0.0, beta: float = 0.0) -> Array:
+    """Of each pair of neighbouring columns the product, the even one with its activation."""
+    with np.errstate(all="ignore"):
+        return activated(x[..., 0::2], activation, alpha, beta) * x[..., 1::2]
+
+
+# What a gated product may have for its gates.
+GATES = [("", Activation.NONE), *ACTIVATIONS.items()]

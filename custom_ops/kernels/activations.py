@@ -1,5 +1,6 @@
 """What follows the product in a kernel's epilogue: an activation, and another tensor R added to or
-multiplied with the result. All in fp32, before the one rounding to Y's type.
+multiplied with the result, or neighbouring columns multiplied with each other. All in fp32, before
+the one rounding to Y's type.
 
 Which of them there are is known at run time: every product takes the same kernels, and those that
 have neither pass one uniform branch. What the codes share is computed in one place, since each
@@ -26,6 +27,9 @@ QUICK_GELU = tl.constexpr(10)
 # mp_residual, in the byte above.
 BEFORE = tl.constexpr(1)
 AFTER = tl.constexpr(2)
+# Bits above, one of them at most: `mp_problem.gated` and `mp_problem.wide`.
+GATED = tl.constexpr(1 << 16)
+WIDE = tl.constexpr(1 << 17)
 
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -175,6 +179,64 @@ def rest_of(chunks):
 
 
 @triton.jit
+def entry_of(z, c_batch, activation):
+    """Where batch entry `z` of Y begins, in elements of the type that the kernel knows Y by."""
+    return z * c_batch * tl.where(activation >= WIDE, 2, 1)
+
+
+@triton.jit
+def store_gated(tile, y, m, n, M, N, ldc, activation, act_alpha, act_beta):
+    """Stores of each pair of neighbouring columns of the fp32 tile, from row m, column n of the
+    product on, the product; the even one has the activation."""
+    ROWS: tl.constexpr = tile.shape[0]
+    HALF: tl.constexpr = tile.shape[1] // 2
+    if HALF > 0:
+        gate, up = tile.reshape((ROWS, HALF, 2)).split()
+        if (activation & 255) != 0:
+            gate = activated(gate, activation & 255, act_alpha, act_beta)
+        offs_m = m + tl.arange(0, ROWS)
+        offs_n = n // 2 + tl.arange(0, HALF)
+        at = offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+        inside = (offs_m < M)[:, None] & (offs_n < N // 2)[None, :]
+        tl.store(y + at, (gate * up).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_wide(tile, y, m, n, M, N, ldc):
+    """Stores the fp32 tile as it is but for being rounded to the 16-bit type that the kernel knows
+    Y by all the same."""
+    if y.dtype.element_ty != tl.float32:
+        offs_m = m + tl.arange(0, tile.shape[0])
+        offs_n = n + tl.arange(0, tile.shape[1])
+        at = offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+        inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        rounded = tile.to(y.dtype.element_ty).to(tl.float32)
+        tl.store(y.to(tl.pointer_type(tl.float32), bitcast=True) + at, rounded, mask=inside)
+
+
+@triton.jit
+def store_whole(
+    tile, y, residual, z, c_batch, m, n, M, N, ldc, activation, act_alpha, act_beta
+):  # fmt: skip
+    """Stores the fp32 tile of batch entry `z` from row m, column n on, in one piece and finished
+    where something follows."""
+    y += entry_of(z, c_batch, activation)
+    if activation < GATED:
+        offs_m = m + tl.arange(0, tile.shape[0])
+        offs_n = n + tl.arange(0, tile.shape[1])
+        at = offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
+        inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        if activation != 0:
+            r = residual + z.to(tl.int64) * c_batch + at
+            tile = finish(tile, r, inside, activation, act_alpha, act_beta)
+        tl.store(y + at, tile.to(y.dtype.element_ty), mask=inside)
+    elif activation < WIDE:
+        store_gated(tile, y, m, n, M, N, ldc, activation, act_alpha, act_beta)
+    else:
+        store_wide(tile, y, m, n, M, N, ldc)
+
+
+@triton.jit
 def store_finished(
     tile, y, residual, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS: tl.constexpr
 ):  # fmt: skip
@@ -194,3 +256,26 @@ def store_finished(
         done = finish(chunks[0], residual + at, inside, activation, act_alpha, act_beta)
         tl.store(y + at, done.to(y.dtype.element_ty), mask=inside)
         chunks = rest_of(chunks)
+
+
+@triton.jit
+def store_product(
+    tile, y, residual, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """`store_finished` of all that may follow a product."""
+    WIDTH: tl.constexpr = tile.shape[1] // CHUNKS
+    if activation < GATED:
+        store_finished(
+            tile, y, residual, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS
+        )  # fmt: skip
+    elif activation < WIDE:
+        chunks = columns(tile, CHUNKS)
+        for c in range(CHUNKS):
+            left = n + c * WIDTH
+            store_gated(chunks[0], y, m, left, M, N, ldc, activation, act_alpha, act_beta)
+            chunks = rest_of(chunks)
+    else:
+        chunks = columns(tile, CHUNKS)
+        for c in range(CHUNKS):
+            store_wide(chunks[0], y, m, n + c * WIDTH, M, N, ldc)
+            chunks = rest_of(chunks)

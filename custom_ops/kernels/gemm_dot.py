@@ -9,7 +9,7 @@ is what limits such a product.
 import triton
 import triton.language as tl
 
-from .activations import finish
+from .activations import store_whole
 from .tiles import IN_ORDER, await_previous_kernel, epilogue, locate
 
 
@@ -46,8 +46,4 @@ def gemm_dot(
     tile = epilogue(
         total, bias, offs_m, offs_n, M, N, bias_stride_m, bias_stride_n, alpha, beta, False, True
     )
-    at = z.to(tl.int64) * c_batch + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
-    inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    if activation != 0:
-        tile = finish(tile, residual + at, inside, activation, act_alpha, act_beta)
-    tl.store(y + at, tile.to(y.dtype.element_ty), mask=inside)
+    store_whole(tile, y, residual, z, c_batch, m, n, M, N, ldc, activation, act_alpha, act_beta)

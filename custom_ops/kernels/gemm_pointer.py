@@ -10,7 +10,7 @@ wide. K tails are masked in both operands: 0 * NaN would leak.
 import triton
 import triton.language as tl
 
-from .activations import store_finished
+from .activations import entry_of, store_product
 from .tiles import (
     IN_ORDER,
     await_previous_kernel,
@@ -85,7 +85,7 @@ def gemm_pointer(
     z += z0
     a += (z // a_div % a_mod).to(tl.int64) * a_batch
     b += (z // b_div % b_mod).to(tl.int64) * b_batch
-    y += z.to(tl.int64) * c_batch
+    y += entry_of(z, c_batch, activation)
 
     offs_m = m + tl.arange(0, BM)
     offs_n = n + tl.arange(0, BN)
@@ -118,6 +118,6 @@ def gemm_pointer(
             tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
         else:
             residual += z.to(tl.int64) * c_batch
-            store_finished(
+            store_product(
                 tile, y, residual, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS
             )

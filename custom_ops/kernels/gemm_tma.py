@@ -9,7 +9,7 @@ never reads the next batch entry. Small M is served by SWAP, which puts the colu
 import triton
 import triton.language as tl
 
-from .activations import store_finished
+from .activations import entry_of, store_product
 from .tiles import (
     await_joined_kernel,
     await_previous_kernel,
@@ -87,9 +87,8 @@ def gemm_tma(
         if activation == 0:
             y_desc.store([z, m, n], tile.to(y_desc.dtype).reshape(1, BM, BN))
         else:
-            entry = z.to(tl.int64) * c_batch
-            store_finished(
-                tile, y + entry, residual + entry, m, n, M, N, ldc, activation, act_alpha,
-                act_beta, CHUNKS,
+            store_product(
+                tile, y + entry_of(z, c_batch, activation), residual + z.to(tl.int64) * c_batch,
+                m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS,
             )  # fmt: skip
     await_joined_kernel(order, DEPENDENT_LAUNCH)

@@ -8,7 +8,7 @@ little beside a K loop of any length.
 import triton
 import triton.language as tl
 
-from .activations import store_finished
+from .activations import entry_of, store_product
 from .gemm_tma import sum_of_products
 from .tiles import (
     await_joined_kernel,
@@ -54,14 +54,14 @@ def gemm_tma_masked(
             acc, bias, offs_m, offs_n, M, N,
             bias_stride_m, bias_stride_n, alpha, beta, SWAP, BIAS_MATRIX,
         )  # fmt: skip
-        entry = z.to(tl.int64) * c_batch
-        y += entry
+        y += entry_of(z, c_batch, activation)
         if activation == 0:
             y_tile = y + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
             inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
             tl.store(y_tile, tile.to(y.dtype.element_ty), mask=inside)
         else:
-            store_finished(
-                tile, y, residual + entry, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS
+            residual += z.to(tl.int64) * c_batch
+            store_product(
+                tile, y, residual, m, n, M, N, ldc, activation, act_alpha, act_beta, CHUNKS
             )
     await_joined_kernel(order, DEPENDENT_LAUNCH)

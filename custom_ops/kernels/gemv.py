@@ -9,7 +9,7 @@ column have is added up once, at the end of K. Sums are exact fp32 sums of fp32 
 import triton
 import triton.language as tl
 
-from .activations import finish
+from .activations import store_whole
 from .tiles import IN_ORDER, await_previous_kernel, epilogue, locate, slice_of, sum_slices
 
 
@@ -54,8 +54,4 @@ def gemv(
             total, bias, offs_m, offs_n, M, N,
             bias_stride_m, bias_stride_n, alpha, beta, False, True,
         )  # fmt: skip
-        at = z.to(tl.int64) * c_batch + offs_m.to(tl.int64)[:, None] * ldc + offs_n[None, :]
-        inside = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-        if activation != 0:
-            tile = finish(tile, residual + at, inside, activation, act_alpha, act_beta)
-        tl.store(y + at, tile.to(y.dtype.element_ty), mask=inside)
+        store_whole(tile, y, residual, z, c_batch, m, n, M, N, ldc, activation, act_alpha, act_beta)

@@ -28,7 +28,7 @@ Code = TypeVar("Code")
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 MAGIC = b"MOONPACK"
-VERSION = 5
+VERSION = 6
 CUBIN_ALIGNMENT = 64
 
 

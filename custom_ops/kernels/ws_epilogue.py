@@ -9,8 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .activations import columns, rest_of
-from .ws_finish import finished, rows_of
+from .activations import GATED, WIDE, columns, entry_of, rest_of
+from .ws_finish import finished, rows_of, store_gated, store_wide
 
 
 @gluon.jit
@@ -70,7 +70,9 @@ def store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m, n, M,
     pitch, its batch stride, the code of `activations.finish`, act_alpha, act_beta).
 
     The parts are added in the order of blocks: the sum has the same bits whoever came first.
-    Where beta is 0, C is not touched: it may be null. So may R, where the code names none.
+    Where beta is 0, C is not touched: it may be null. So may R, where the code names none. From the
+    code GATED on the place of R holds Y: one more pointer to keep, and the K loop of the largest
+    tiles would read it from local memory.
     """
     ROWS: gl.constexpr = y_desc.block_shape[1]
     WIDTH: gl.constexpr = y_desc.block_shape[2]
@@ -91,6 +93,19 @@ def store_tile(acc, y_desc, y_tiles, bias, workspace, helper, block, z, m, n, M,
             tile = with_bias(tile * alpha, bias, m, n + c * WIDTH, M, N,
                              bias_stride_m, bias_stride_n, beta)  # fmt: skip
             store_chunk(tile, y_desc, y_tiles, CHUNK + c, z, m, n + c * WIDTH, GROUP)
+    elif activation >= GATED:
+        y = residual + entry_of(z, c_batch, activation)
+        for c in range(COUNT):
+            tile = gl.convert_layout(chunks[0], layout, assert_trivial=True)
+            if STREAM_K:
+                tile = with_parts(tile, part + c * (ROWS * WIDTH), helper, block, CONSUMERS * SIZE)
+            tile = with_bias(tile * alpha, bias, m, n + c * WIDTH, M, N,
+                             bias_stride_m, bias_stride_n, beta)  # fmt: skip
+            if activation < WIDE:
+                store_gated(tile, y, m, n + c * WIDTH, M, N, ldc, activation, act_alpha, act_beta)
+            else:
+                store_wide(tile, y, m, n + c * WIDTH, M, N, ldc)
+            chunks = rest_of(chunks)
     else:  # one copy of the code for all chunks
         has_r = activation > 255
         residual += z * c_batch

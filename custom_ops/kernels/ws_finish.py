@@ -34,7 +34,7 @@ RELU = gl.constexpr(1)  # mp_activation
 
 
 @gluon.jit
-def gated(x, logit):
+def shared_by(x, logit):
     """x / (1 + 2^logit)."""
     return x * reciprocal(1.0 + power_of_2(logit))
 
@@ -49,13 +49,13 @@ def gelu(x):
     logit = logit * square + NORMAL[2]
     logit = logit * square + NORMAL[1]
     logit = logit * square + NORMAL[0]
-    return gated(x, logit * x)
+    return shared_by(x, logit * x)
 
 
 @gluon.jit
 def gelu_tanh(x):
     square = tl.minimum(x * x, LARGEST_SQUARE)
-    return gated(x, (square * TANH_CUBIC + TANH_LINEAR) * x)
+    return shared_by(x, (square * TANH_CUBIC + TANH_LINEAR) * x)
 
 
 @gluon.jit
@@ -69,7 +69,7 @@ def activate(x, activation, alpha, beta):
         x = gelu_tanh(x)
     elif (activation == SIGMOID) | (activation > GELU_TANH):  # QuickGelu and Silu
         slope = tl.where(activation == QUICK_GELU, alpha, 1.0) * -LOG2_E
-        x = gated(tl.where(activation == SIGMOID, 1.0, x), x * slope)
+        x = shared_by(tl.where(activation == SIGMOID, 1.0, x), x * slope)
     else:
         x = activated(x, activation, alpha, beta)
     return x
@@ -106,3 +106,53 @@ def finished(tile, buffer, activation, act_alpha, act_beta):
         else:
             tile *= other
     return tile
+
+
+@gluon.constexpr_function
+def in_quads(rows, columns, across):
+    """A layout with the rows where accumulators have them, so that only the four threads that share
+    a row exchange elements. `across`: the columns by which these four differ.
+
+    An exchange of one bit takes shuffles alone, one of two bits shared memory, which is full.
+    """
+    low, high = across
+    own = [[0, 1 << i] for i in range(columns.bit_length() - 1) if 1 << i not in across]
+    own += [[8, 0], [64, 0]] if rows == 128 else [[8, 0]]
+    lane = [[0, low], [0, high], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(own, lane, [[16, 0], [32, 0]], [], [rows, columns])
+
+
+@gluon.jit
+def store_gated(tile, y, m, n, M, N, pitch, activation, act_alpha, act_beta):
+    """Stores of each pair of neighbouring columns of the chunk, from row m, column n of the product
+    on, the product; the even one has the activation. `y` points at its batch entry.
+
+    As accumulators lie they would leave in stores of one element, four to a row.
+    """
+    ROWS: gl.constexpr = tile.shape[0]
+    HALF: gl.constexpr = tile.shape[1] // 2
+    gate, up = tile.reshape((ROWS, HALF, 2)).split()
+    if (activation & 255) != 0:
+        gate = activate(gate, activation & 255, act_alpha, act_beta)
+    layout: gl.constexpr = in_quads(ROWS, HALF, (HALF // 2, HALF // 4))
+    half = (gate * up).to(y.dtype.element_ty)
+    half = gl.convert_layout(half, in_quads(ROWS, HALF, (HALF // 2, 2)))
+    half = gl.convert_layout(half, layout)
+    row = m + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    column = n // 2 + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    inside = (row < M)[:, None] & (column < N // 2)[None, :]
+    gl.store(y + ((row.to(gl.int64) * pitch)[:, None] + column[None, :]), half, mask=inside)
+
+
+@gluon.jit
+def store_wide(tile, y, m, n, M, N, pitch):
+    """Stores the chunk as fp32, rounded to the 16-bit type that the kernel knows Y by all the same;
+    four threads have 32 bytes of a row."""
+    if y.dtype.element_ty.primitive_bitwidth < 32:
+        layout: gl.constexpr = tile.type.layout
+        row = m + gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))
+        column = n + gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))
+        inside = (row < M)[:, None] & (column < N)[None, :]
+        wide = y.to(gl.pointer_type(gl.float32), bitcast=True)
+        wide += (row.to(gl.int64) * pitch)[:, None] + column[None, :]
+        gl.store(wide, tile.to(y.dtype.element_ty).to(gl.float32), mask=inside)

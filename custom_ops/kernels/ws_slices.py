@@ -15,7 +15,7 @@ over, perhaps: each element has one order of adding up, so the bits are the same
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .activations import finish
+from .activations import GATED, WIDE, activated, entry_of, finish
 
 RUN = gl.constexpr(512)  # elements that a warpgroup adds up at a time: 16 bytes a thread
 IN_FLIGHT = gl.constexpr(8)  # parts whose loads are under way together
@@ -85,7 +85,7 @@ def store_share(partials, first_run, stride, parts, y, bias, z, m, n, M, N, ldc,
     residual, _pitch, _stride, activation, act_alpha, act_beta = after
     SIZE: gl.constexpr = ROWS * COLS
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    y += z * c_batch
+    y += entry_of(z, c_batch, activation)
     residual += z * c_batch
     for run in range(first_run, SIZE // RUN, stride):
         at = run * RUN + gl.arange(0, RUN, layout=layout)
@@ -108,7 +108,26 @@ def store_share(partials, first_run, stride, parts, y, bias, z, m, n, M, N, ldc,
         if beta != 0:
             c = gl.load(bias + row * bias_stride_m + column * bias_stride_n, mask=inside, other=0.0)
             total += beta * c.to(gl.float32)
-        if activation != 0:
+        if (activation != 0) & (activation < GATED):
             r = residual + row * ldc + column
             total = finish(total, r, inside, activation, act_alpha, act_beta, "")
-        gl.store(y + row * ldc + column, total.to(y.dtype.element_ty), mask=inside)
+        if activation < GATED:
+            gl.store(y + row * ldc + column, total.to(y.dtype.element_ty), mask=inside)
+        else:
+            store_run(total, y, row, column, inside, ldc, activation, act_alpha, act_beta)
+
+
+@gluon.jit
+def store_run(total, y, row, column, inside, ldc, activation, act_alpha, act_beta):
+    """`activations.store_gated` or `store_wide` of a run, of which a thread has four neighbours."""
+    if activation < WIDE:
+        gate, up = total.reshape((RUN // 2, 2)).split()
+        if (activation & 255) != 0:
+            gate = activated(gate, activation & 255, act_alpha, act_beta)
+        at, _ = (row * ldc + column // 2).reshape((RUN // 2, 2)).split()
+        there, _ = inside.to(gl.int32).reshape((RUN // 2, 2)).split()
+        gl.store(y + at, (gate * up).to(y.dtype.element_ty), mask=there != 0)
+    elif y.dtype.element_ty.primitive_bitwidth < 32:
+        wide = y.to(gl.pointer_type(gl.float32), bitcast=True)
+        rounded = total.to(y.dtype.element_ty).to(gl.float32)
+        gl.store(wide + (row * ldc + column), rounded, mask=inside)

@@ -233,6 +233,7 @@ KernelTraits::KernelTraits(const mp_kernel& k)
       pingpong(k.pingpong != 0),
       bias_matrix(k.bias_matrix != 0),
       dependent_launch(k.dependent_launch != 0),
+      swap(k.swap != 0),
       tensor_maps(uses_tensor_maps(k.family)) {}
 
 DeviceModel::DeviceModel(const mp_device& device, const mp_table* table) {

@@ -37,7 +37,7 @@ struct KernelTraits {
   int8_t family, dtype, precision, trans_a, trans_b;
   int8_t align_a, align_b, align_c;
   bool split_k : 1, persistent : 1, sliced : 1, pingpong : 1, bias_matrix : 1;
-  bool dependent_launch : 1;
+  bool dependent_launch : 1, swap : 1;
   bool tensor_maps : 1;  // its family uses them
 };
 

@@ -45,9 +45,13 @@ struct Views {
                   p.trans_b ? p.k : r.n,
                   p.ldb,
                   p.b_batch_stride};
-    operand[2] = {moved(o.y, r.m0 * p.ldc + r.n0), p.batch, r.m, r.n, p.ldc, p.c_batch_stride};
+    // Of a wide Y a kernel sees as many elements of its own type; it goes by the pointer alone.
+    const int64_t at_y = r.m0 * p.ldc + output_columns(p, r.n0), scale = output_bytes(p) / bytes;
+    operand[2] = {moved(o.y, at_y * scale), p.batch, r.m,
+                  output_columns(p, r.n),   p.ldc,   p.c_batch_stride};
     bias = moved(o.bias, r.m0 * p.bias_stride_m + r.n0 * p.bias_stride_n);
-    residual = moved(o.residual, r.m0 * p.ldc + r.n0);
+    // Where gemm_ws stores by pointer it finds Y here (ws_epilogue.store_tile).
+    residual = p.gated || p.wide ? operand[2].base : moved(o.residual, at_y);
     for (Matrix& x : operand) {
       // The stride of a single entry is never used, but a tensor map wants a legal one.
       if (x.entries == 1) x.batch_stride = x.rows * x.pitch;

@@ -18,8 +18,8 @@
 extern "C" {
 #endif
 
-#define MP_API_VERSION 3
-#define MP_PACK_VERSION 5
+#define MP_API_VERSION 4
+#define MP_PACK_VERSION 6
 
 typedef enum mp_status {
   MP_OK = 0,
@@ -64,7 +64,9 @@ typedef enum mp_residual {
 
 // ---- the problem ---------------------------------------------------------------------------------
 // Y[z] = act(alpha * op(A[a(z)]) @ op(B[b(z)]) + beta * C),   z in [0, batch),
-// with R[z], where there is one, added or multiplied as `residual` says; in fp32, rounded once.
+// with R[z], where there is one, added or multiplied as `residual` says; in fp32, rounded once. Gated:
+// Y[z] is M x N / 2, and each of its elements the product of columns 2 i and 2 i + 1 of what stands in
+// brackets, the even one with its activation.
 //   a(z) = (z / a_div) % a_mod, likewise b(z): covers full, absent, inner and outer broadcast.
 //   op(A) is M x K, stored as M rows of lda (trans_a = 0) or K rows of lda (trans_a = 1); B alike.
 //   C is addressed as C[m * bias_stride_m + n * bias_stride_n], the same for every z.
@@ -85,6 +87,13 @@ typedef struct mp_problem {
   float alpha, beta;
   int32_t activation, residual;  // mp_activation, mp_residual
   float act_alpha, act_beta;
+  // 1: gated, as above. N is even, ldc, c_batch_stride and align_c are of the N / 2 columns of Y, and
+  // there is no R.
+  int32_t gated;
+  // 1: Y of an fp16 or bf16 product is fp32, rounded to that type all the same: the product followed by
+  // a cast. ldc and c_batch_stride count its elements; align_c is that of its base address and of its
+  // rows, were they of the product's type. There is no activation and no R.
+  int32_t wide;
 } mp_problem;
 
 // ---- the convolution -----------------------------------------------------------------------------
@@ -236,8 +245,8 @@ typedef enum mp_param {
   MP_P_NULL,                                   // a null pointer (Triton's scratch parameters)
   MP_P_BATCH,                                  // i32; batch entries of the region
   MP_P_ORDER,                                  // i32; mp_order
-  MP_P_PTR_RESIDUAL,                           // null where there is none
-  MP_P_ACTIVATION,                             // i32; activation | residual << 8
+  MP_P_PTR_RESIDUAL,                           // null where there is none; Y of gated and wide products
+  MP_P_ACTIVATION,                             // i32; activation | residual << 8 | gated << 16 | wide << 17
   MP_P_ACT_ALPHA, MP_P_ACT_BETA,               // f32
   // Of convolutions. PIXELS: i32, of one image of Y. CHANNEL: i64, elements of one channel of X. X, Y and the
   // residual point at the region's first image.

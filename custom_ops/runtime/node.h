@@ -120,7 +120,10 @@ inline void set_common_slots(NodeOp* op) {
     static constexpr OnnxType kTypes[] = {ONNX_FLOAT16, ONNX_BFLOAT16, ONNX_FLOAT};
     return kTypes[static_cast<const NodeOp*>(op)->dtype];
   };
-  op->GetOutputType = op->GetInputType;
+  op->GetOutputType = [](const OrtCustomOp* op, size_t index) {
+    const auto& my = *static_cast<const NodeOp*>(op);
+    return my.structure->wide() ? ONNX_FLOAT : my.GetInputType(op, index);
+  };
   op->GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
   op->GetName = [](const OrtCustomOp* op) {
     return static_cast<const NodeOp*>(op)->structure->name.c_str();

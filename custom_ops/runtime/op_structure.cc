@@ -47,7 +47,12 @@ std::vector<OpStructure> all_structures() {
                 {OpBase::kMatMulBias, "MatMulBias"},
                 {OpBase::kScaledMatMul, "ScaledMatMul"},
                 {OpBase::kScaledMatMulBias, "ScaledMatMulBias"},
+                {OpBase::kMatMulGated, "MatMulGated"},
+                {OpBase::kMatMulGatedBias, "MatMulGatedBias"},
+                {OpBase::kMatMulToFloat, "MatMulToFloat"},
+                {OpBase::kMatMulBiasToFloat, "MatMulBiasToFloat"},
                 {OpBase::kGemm, "Gemm"},
+                {OpBase::kGemmToFloat, "GemmToFloat"},
                 {OpBase::kConv, "Conv"},
                 {OpBase::kConvNoBias, "ConvNoBias"},
                 {OpBase::kConvTranspose, "ConvTranspose"},
@@ -58,13 +63,17 @@ std::vector<OpStructure> all_structures() {
       all.push_back({base, activation, residual, name_of(name, activation, residual)});
     };
     const OpStructure plain{base, 0, 0, ""};
+    if (plain.wide()) {
+      add(MP_ACT_NONE, MP_RESIDUAL_NONE);
+      continue;
+    }
     for (int32_t activation = MP_ACT_NONE; activation < kActivationCount; ++activation) {
       add(activation, MP_RESIDUAL_NONE);
-      if (plain.transposed()) continue;
+      if (plain.transposed() || plain.gated()) continue;
       add(activation, MP_RESIDUAL_BEFORE);
       if (plain.convolves() && activation) add(activation, MP_RESIDUAL_AFTER);
     }
-    if (!plain.convolves()) add(MP_ACT_NONE, MP_RESIDUAL_MULTIPLIED);
+    if (!plain.convolves() && !plain.gated()) add(MP_ACT_NONE, MP_RESIDUAL_MULTIPLIED);
   }
   return all;
 }
@@ -75,6 +84,8 @@ int OpStructure::base_inputs() const {
   switch (base) {
     case OpBase::kMatMul:
     case OpBase::kScaledMatMul:
+    case OpBase::kMatMulGated:
+    case OpBase::kMatMulToFloat:
     case OpBase::kConvNoBias:
     case OpBase::kConvTransposeNoBias:
       return 2;

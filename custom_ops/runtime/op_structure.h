@@ -1,6 +1,7 @@
 // The operators of domain ai.moonpoly by their names, which tell what each computes, in order of
 // application: a product or convolution, a tensor R added to it, an activation, R added to or
-// multiplied with that. One name, one ONNX function body.
+// multiplied with that; or of a gated product, which has two columns for each of its output, the
+// activation of the even ones. One name, one ONNX function body.
 #ifndef MOONPOLY_OP_STRUCTURE_H_
 #define MOONPOLY_OP_STRUCTURE_H_
 
@@ -18,7 +19,12 @@ enum class OpBase {
   kMatMulBias,        // a third input of one value for each column
   kScaledMatMul,      // times alpha
   kScaledMatMulBias,  // and the third input times beta
+  kMatMulGated,
+  kMatMulGatedBias,
+  kMatMulToFloat,  // of 16-bit types
+  kMatMulBiasToFloat,
   kGemm,
+  kGemmToFloat,
   kConv,
   kConvNoBias,  // a third input is not even optional
   kConvTranspose,
@@ -30,17 +36,24 @@ struct OpStructure {
   int32_t activation, residual;  // mp_activation, mp_residual
   std::string name;
 
+  bool gemm() const { return base == OpBase::kGemm || base == OpBase::kGemmToFloat; }
+  bool gated() const { return base == OpBase::kMatMulGated || base == OpBase::kMatMulGatedBias; }
+  // Its output is fp32, whatever it multiplies.
+  bool wide() const {
+    return base == OpBase::kMatMulToFloat || base == OpBase::kMatMulBiasToFloat ||
+           base == OpBase::kGemmToFloat;
+  }
   bool convolves() const { return base >= OpBase::kConv; }
   bool transposed() const { return base >= OpBase::kConvTranspose; }
   bool has_bias() const { return base_inputs() == 3; }
   // Whether the third input is the vector that the name promises.
   bool needs_bias() const {
-    return base == OpBase::kMatMulBias || base == OpBase::kScaledMatMulBias;
+    return base == OpBase::kMatMulBias || base == OpBase::kScaledMatMulBias ||
+           base == OpBase::kMatMulGatedBias || base == OpBase::kMatMulBiasToFloat;
   }
   // Whether attributes alpha and beta scale the product and the third input.
   bool scales() const {
-    return base == OpBase::kGemm || base == OpBase::kScaledMatMul ||
-           base == OpBase::kScaledMatMulBias;
+    return gemm() || base == OpBase::kScaledMatMul || base == OpBase::kScaledMatMulBias;
   }
   // How many inputs come before R, which is the last.
   int base_inputs() const;
@@ -72,10 +85,10 @@ Epilogue read_epilogue(const Ort& ort, const OrtKernelInfo* info, const OpStruct
 void check_epilogue(int32_t activation, int32_t residual);
 
 // As a kernel's parameter MP_P_ACTIVATION.
-template <typename Problem>
-int32_t epilogue_code(const Problem& p) {
-  return p.activation | p.residual << 8;
+inline int32_t epilogue_code(const mp_problem& p) {
+  return p.activation | p.residual << 8 | p.gated << 16 | p.wide << 17;
 }
+inline int32_t epilogue_code(const mp_conv& conv) { return conv.activation | conv.residual << 8; }
 
 }  // namespace moonpoly
 #endif  // MOONPOLY_OP_STRUCTURE_H_

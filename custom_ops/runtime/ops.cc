@@ -29,7 +29,7 @@ class Kernel {
         element_{op.dtype, op.settings->precision},
         structure_(*op.structure),
         epilogue_(read_epilogue(ort_, info, structure_)) {
-    if (structure_.base == OpBase::kGemm) {
+    if (structure_.gemm()) {
       gemm_.trans_a = ort_.attribute(info, "transA", int64_t{0}) != 0;
       gemm_.trans_b = ort_.attribute(info, "transB", int64_t{0}) != 0;
     }
@@ -48,13 +48,15 @@ class Kernel {
     const bool has_c = structure_.has_bias() && read_input(ort_, context, 2, &c);
 
     Product product;
-    if (structure_.base == OpBase::kGemm) {
+    if (structure_.gemm()) {
       gemm_product(a.shape, b.shape, has_c ? &c.shape : nullptr, gemm_, element_, &product);
     } else {
       matmul_product(a.shape, b.shape, element_, &product);
-      if (has_c) add_column_bias(c.shape, b.shape, gemm_.beta, &product);
+      if (has_c) add_column_bias(structure_.name, c.shape, b.shape, gemm_.beta, &product);
       product.problem.alpha = gemm_.alpha;
     }
+    if (structure_.gated()) gate_columns(structure_.name, b.shape, &product);
+    product.problem.wide = structure_.wide();
     epilogue_.fill(&product.problem);
     const void* residual = read_residual(ort_, context, structure_, product.output);
     OrtValue* value = nullptr;
@@ -88,6 +90,7 @@ class Kernel {
   void for_each_launch(const Planned& planned, const Product& product, const Operands& operands,
                        Body body) const {
     const int64_t bytes = element_bytes(product.problem.dtype);
+    const int64_t y_bytes = output_bytes(product.problem);
     int64_t index[kMaxRank] = {};
     for (;;) {
       int64_t a = 0, b = 0, y = 0;
@@ -99,7 +102,7 @@ class Kernel {
       body(Operands{
           static_cast<const char*>(operands.a) + a * bytes,
           static_cast<const char*>(factor(planned, operands)) + (planned.repacked ? 0 : b * bytes),
-          operands.bias, static_cast<char*>(operands.y) + y * bytes,
+          operands.bias, static_cast<char*>(operands.y) + y * y_bytes,
           operands.residual ? static_cast<const char*>(operands.residual) + y * bytes : nullptr});
       int i = 0;
       while (i < product.loop_count && ++index[i] == product.loops[i].count) index[i++] = 0;
@@ -266,9 +269,10 @@ Op::Op(const Ort& ort, const OpStructure& structure, int32_t dtype,
     : NodeOp{{}, ort, &structure, dtype, std::move(settings)} {
   set_common_slots(this);
   set_kernel_slots<Op, Kernel, CudaKernel, InterpretedKernel>(this);
-  if (structure.base != OpBase::kGemm) {
+  if (!structure.gemm()) {
     InferOutputShapeFn = [](const OrtCustomOp* op, OrtShapeInferContext* context) {
-      return infer_matmul_shape(static_cast<const Op*>(op)->ort, context);
+      const auto& my = *static_cast<const Op*>(op);
+      return infer_matmul_shape(my.ort, context, *my.structure);
     };
   }
 }

@@ -23,6 +23,14 @@ constexpr int kMaxArguments = 64;
 
 inline int element_bytes(int32_t dtype) { return dtype == MP_F32 ? 4 : 2; }
 
+// Of an element of Y.
+inline int output_bytes(const mp_problem& p) { return p.wide ? 4 : element_bytes(p.dtype); }
+
+// Columns of Y that columns of the product amount to.
+inline int64_t output_columns(const mp_problem& p, int64_t columns) {
+  return p.gated ? columns / 2 : columns;
+}
+
 inline bool uses_tensor_maps(int32_t family) {
   return family == MP_GEMM_TMA || family == MP_GEMM_WS || family == MP_GEMM_TMA_MASKED;
 }

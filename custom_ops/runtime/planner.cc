@@ -45,10 +45,11 @@ bool runs_on(int pack_sm, int device_sm) {
 Extent extent_of(const mp_problem& p, const mp_region& r) {
   const double a = double(stored_entries(r.z, p.a_div, p.a_mod)) * r.m * p.k;
   const double b = double(stored_entries(r.z, p.b_div, p.b_mod)) * p.k * r.n;
-  const double y = double(r.z) * r.m * r.n;
+  const int bytes = element_bytes(p.dtype);
+  const double columns = double(output_columns(p, r.n)) * output_bytes(p) / bytes;
+  const double y = double(r.z) * r.m * columns;
   const double c = p.bias == MP_BIAS_MATRIX ? double(r.m) * r.n : 0;
   const double residual = p.residual ? y : 0;
-  const int bytes = element_bytes(p.dtype);
   Extent e{};
   e.m = r.m, e.n = r.n, e.k = p.k, e.batch = r.z;
   e.unique_bytes = (a + b + c + residual + y) * bytes;
@@ -90,6 +91,10 @@ const char* refusal(const KernelTraits& k, const mp_problem& p) {
     return "K is shorter than the padded rows of one operand";
   }
   if (k.family == MP_GEMM_SHALLOW && p.k > k.bk) return "K is longer than it is unrolled for";
+  if ((p.gated || p.wide) && (k.family == MP_GEMM_SHALLOW || (k.persistent && k.swap))) {
+    return "it stores Y in one way only, neither gated nor wide";
+  }
+  if (p.gated && k.bn % 2) return "a tile of it has not both columns of a gated output";
   if (k.tensor_maps) {
     // A tensor map has no empty dimension, and its strides have 40 bits.
     if (p.k == 0) return "K is 0";
@@ -125,9 +130,10 @@ void check_problem(const mp_problem& p) {
   const int64_t a_rows = p.trans_a ? p.k : p.m, a_columns = p.trans_a ? p.m : p.k;
   const int64_t b_rows = p.trans_b ? p.n : p.k, b_columns = p.trans_b ? p.k : p.n;
   if (short_pitch(a_rows, a_columns, p.lda) || short_pitch(b_rows, b_columns, p.ldb) ||
-      short_pitch(p.m, p.n, p.ldc)) {
+      short_pitch(p.m, output_columns(p, p.n), p.ldc)) {
     fail(MP_INVALID, "leading dimensions lda = ", p.lda, ", ldb = ", p.ldb, ", ldc = ", p.ldc,
-         " are shorter than the rows of ", a_columns, ", ", b_columns, " and ", p.n);
+         " are shorter than the rows of ", a_columns, ", ", b_columns, " and ",
+         output_columns(p, p.n));
   }
   if (p.a_div < 1 || p.a_mod < 1 || p.b_div < 1 || p.b_mod < 1) {
     fail(MP_INVALID, "batch maps a = (", p.a_div, ", ", p.a_mod, "), b = (", p.b_div, ", ", p.b_mod,
@@ -149,6 +155,18 @@ void check_problem(const mp_problem& p) {
          p.bias_stride_m, " and ", p.bias_stride_n);
   }
   check_epilogue(p.activation, p.residual);
+  if ((p.gated | p.wide) & ~1 || p.gated & p.wide) {
+    fail(MP_INVALID, "gated = ", p.gated, ", wide = ", p.wide, " must be 0 or 1, and not both 1");
+  }
+  if (p.gated && (p.n % 2 || p.residual)) {
+    fail(MP_INVALID, "a gated product has an even n and no residual, got n = ", p.n,
+         " and residual = ", p.residual);
+  }
+  if (p.wide && (p.dtype == MP_F32 || p.activation || p.residual)) {
+    fail(MP_INVALID,
+         "a wide result is of fp16 or bf16, without activation and residual, got dtype ", p.dtype,
+         ", activation = ", p.activation, " and residual = ", p.residual);
+  }
 }
 
 Planner::Planner(const Pack& pack, const mp_device& device)

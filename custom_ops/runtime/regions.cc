@@ -69,7 +69,8 @@ void check_launch(const mp_kernel& k, const mp_problem& p, const mp_region& r, i
     return aligned(r.m0, 0, align_m) && aligned(r.m0 + r.m, p.m, align_m) &&
            aligned(r.n0, 0, align_n) && aligned(r.n0 + r.n, p.n, align_n);
   };
-  if (!holds(k.trans_a ? k.align_a : 1, std::max(k.align_c, k.trans_b ? 1 : k.align_b))) {
+  const int32_t align_c = k.align_c * (p.gated ? 2 : 1);  // of two columns for each of Y
+  if (!holds(k.trans_a ? k.align_a : 1, std::max(align_c, k.trans_b ? 1 : k.align_b))) {
     refuse("wants rows aligned to ", k.align_a, ", ", k.align_b, " and ", k.align_c,
            " bytes, which this part of them is not");
   }

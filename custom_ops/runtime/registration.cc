@@ -185,6 +185,7 @@ OrtCustomOpDomain* domain_for(const Ort& ort, const Settings& settings) {
   for (const OpStructure& structure : op_structures()) {
     if (structure.convolves() && !convolves) continue;
     for (int32_t dtype : {MP_F16, MP_BF16, MP_F32}) {
+      if (structure.wide() && dtype == MP_F32) continue;
       NodeOp* op;
       if (structure.convolves()) {
         entry.conv_ops.push_back(std::make_unique<ConvOp>(ort, structure, dtype, shared));

@@ -239,18 +239,33 @@ void add_vector_bias(Product* product, bool along_m) {
   p.bias_stride_n = !p.bias_stride_m;
 }
 
-void add_column_bias(const Shape& bias, const Shape& b, float beta, Product* product) {
+void add_column_bias(const std::string& name, const Shape& bias, const Shape& b, float beta,
+                     Product* product) {
   if (b.rank < 2) {
-    fail(MP_INVALID, "MatMulBias takes B of rank 2 and more, got ", b.text(),
+    fail(MP_INVALID, name, " takes B of rank 2 and more, got ", b.text(),
          ": its output has no columns to add a bias to");
   }
   const int64_t columns = b.dims[b.rank - 1];
   if (bias.rank != 1 || bias.dims[0] != columns) {
-    fail(MP_INVALID, "MatMulBias: the bias ", bias.text(), " must be [", columns,
+    fail(MP_INVALID, name, ": the bias ", bias.text(), " must be [", columns,
          "], the columns of B ", b.text());
   }
   add_vector_bias(product, false);
   product->problem.beta = beta;
+}
+
+void gate_columns(const std::string& name, const Shape& b, Product* product) {
+  if (b.rank != 2 || b.dims[1] % 2) {
+    fail(MP_INVALID, name, " takes for B a matrix whose columns are gates and values in turn, got ",
+         b.text());
+  }
+  // B has more than one column, so that the product is not swapped; it has no batch either.
+  mp_problem& p = product->problem;
+  p.gated = 1;
+  const int64_t columns = p.n / 2;
+  p.ldc = p.m == 1 ? round_up_pitch(columns, p.dtype) : columns;
+  p.c_batch_stride = multiply(p.m, columns);
+  product->output.dims[product->output.rank - 1] = columns;
 }
 
 void check_residual(const std::string& name, const Shape& residual, const Shape& output) {
@@ -270,7 +285,8 @@ void set_alignment(Product* product, const void* a, const void* b, const void* y
   mp_problem& p = product->problem;
   const int64_t bytes = element_bytes(p.dtype);
   // What has to keep the alignment: strides, and the length of a stored row. Elements.
-  uint64_t bits_a = p.trans_a ? p.m : p.k, bits_b = p.trans_b ? p.k : p.n, bits_y = p.n;
+  uint64_t bits_a = p.trans_a ? p.m : p.k, bits_b = p.trans_b ? p.k : p.n;
+  uint64_t bits_y = output_columns(p, p.n);
   bits_a |= p.lda | (p.a_mod > 1 ? p.a_batch_stride : 0);
   bits_b |= p.ldb | (p.b_mod > 1 ? p.b_batch_stride : 0);
   bits_y |= p.ldc | (p.batch > 1 ? p.c_batch_stride : 0);

@@ -57,9 +57,14 @@ void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttr
 // swapped.
 void add_vector_bias(Product* product, bool along_m);
 
-// MatMulBias: `bias`, which is added `beta` times, must have one dimension, the columns of B.
-// Throws Error(MP_INVALID) naming the shapes.
-void add_column_bias(const Shape& bias, const Shape& b, float beta, Product* product);
+// The bias of the op `name`, which is added `beta` times, must have one dimension, the columns of
+// B. Throws Error(MP_INVALID) naming the shapes.
+void add_column_bias(const std::string& name, const Shape& bias, const Shape& b, float beta,
+                     Product* product);
+
+// Makes an output column of two neighbouring columns of the matrix B. Throws Error(MP_INVALID)
+// naming its shape where it is no matrix or has an odd number of columns.
+void gate_columns(const std::string& name, const Shape& b, Product* product);
 
 // R of the op `name` must have the output's shape. Throws Error(MP_INVALID) naming both, and
 // what to do about it.

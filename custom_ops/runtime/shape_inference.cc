@@ -70,13 +70,19 @@ std::optional<Dims> matmul_dims(const Dims& a, const Dims& b) {
 
 }  // namespace
 
-OrtStatus* infer_matmul_shape(const Ort& ort, OrtShapeInferContext* context) {
+OrtStatus* infer_matmul_shape(const Ort& ort, OrtShapeInferContext* context,
+                              const OpStructure& structure) {
   return guarded(ort.api(), [&] {
     const auto* a = input_info(ort, context, 0);
-    const auto out = matmul_dims(input_dims(ort, a), input_dims(ort, input_info(ort, context, 1)));
+    auto out = matmul_dims(input_dims(ort, a), input_dims(ort, input_info(ort, context, 1)));
     OnnxType type = ONNX_UNDEFINED;
     ort(ort->GetTensorElementType(a, &type));
     if (!out || type == ONNX_UNDEFINED) return;
+    if (structure.gated()) {
+      if (out->back().value < 0) return;
+      out->back().value /= 2;
+    }
+    if (structure.wide()) type = ONNX_FLOAT;
     std::vector<int64_t> values;
     std::vector<const char*> names;
     for (const Dim& dim : *out) {

@@ -229,7 +229,8 @@ class Search {
         at = std::min(at, whole);
         if (at < 1 || at * tile >= area_.*size) continue;
         // The second kernel's rows are as aligned as the problem's only where the cut is.
-        if (first != &mp_region::z0 && at * tile * element_bytes(p_.dtype) % kAlignment) continue;
+        const int64_t unit = kAlignment * (p_.gated && first == &mp_region::n0 ? 2 : 1);
+        if (first != &mp_region::z0 && at * tile * element_bytes(p_.dtype) % unit) continue;
         if (std::find(tried, tried + count, at) != tried + count) continue;
         tried[count++] = at;
         const int64_t tiles = at * across;

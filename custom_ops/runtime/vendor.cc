@@ -53,6 +53,7 @@ const char* vendor_refusal(const mp_problem& p) {
   int64_t stride;
   if (p.k == 0) return "K is 0";
   if (p.activation || p.residual) return "it has an activation or a residual";
+  if (p.gated || p.wide) return "its result is gated, or of another type";
   if (std::max(p.m, p.n) >= kMaxExtent) return "M or N is 2^31 or about that";
   // It then skips the product, and with it what is NaN or Inf there.
   if (p.alpha == 0) return "alpha is 0";

@@ -20,7 +20,7 @@ from moonpoly_ort.custom_ops.kernels.spec import Dtype, Family, KernelSpec, Prec
 
 from moonpoly_ort.interpreter import run_plan
 from moonpoly_ort.native_structs import Activation, Residual
-from tests.epilogues import finished
+from tests.epilogues import finished, gated
 
 TORCH = {Dtype.F16: torch.float16, Dtype.BF16: torch.bfloat16, Dtype.F32: torch.float32}
 SENTINEL = 77.0
@@ -92,6 +92,8 @@ class Case:
     residual: Residual = Residual.NONE
     act_alpha: float = 0.0
     act_beta: float = 0.0
+    gated: bool = False
+    wide: bool = False
     slack: int = 1
     cuts: tuple[list[int], list[int], list[int]] = field(default_factory=lambda: ([], [], []))
     seed: int = 0
@@ -116,7 +118,7 @@ class Case:
         self.pointer = spec.family is Family.GEMM_POINTER
 
     def expected(self) -> np.ndarray[Any, Any]:
-        """The product in float64."""
+        """Y in float64."""
         a, b = self.a.double().numpy(), self.b.double().numpy()
         out = np.zeros((self.batch, self.m, self.n))
         for z in range(self.batch):
@@ -126,6 +128,8 @@ class Case:
                 out[z] = self.alpha * (a[a_z] @ b[b_z])
             if self.c is not None:
                 out[z] += self.beta * self.c.double().numpy()
+        if self.gated:
+            return gated(out, self.activation, self.act_alpha, self.act_beta)
         r = None if self.r is None else self.r.double().numpy()
         return finished(out, self.activation, self.residual, self.act_alpha, self.act_beta, r)
 
@@ -153,7 +157,10 @@ class Case:
         nan = float("nan")
         a = Buffer(self.a.mT if spec.trans_a else self.a, spec.align_a, self.slack, nan)
         b = Buffer(self.b.mT if spec.trans_b else self.b, spec.align_b, self.slack, nan)
-        y_values = torch.full((self.batch, self.m, self.n), nan, dtype=a.raw.dtype)
+        y_values = torch.full(
+            (self.batch, self.m, self.n // (1 + self.gated)), nan,
+            dtype=torch.float32 if self.wide else a.raw.dtype,
+        )  # fmt: skip
         y = Buffer(y_values, spec.align_c, self.slack, SENTINEL)
         c = Buffer(self.c[None], 1, 0, nan) if self.c is not None else None
         # In NaN, as A and B; laid out as Y.
@@ -168,7 +175,7 @@ class Case:
             b_batch_stride=b.batch_stride, c_batch_stride=y.batch_stride,
             a_div=self.a_map[0], a_mod=self.a_map[1], b_div=self.b_map[0], b_mod=self.b_map[1],
             alpha=self.alpha, beta=self.beta, activation=self.activation, residual=self.residual,
-            act_alpha=self.act_alpha, act_beta=self.act_beta,
+            act_alpha=self.act_alpha, act_beta=self.act_beta, gated=self.gated, wide=self.wide,
             bias_stride_m=c.pitch if c and self.bias in ("column", "matrix") else 0,
             bias_stride_n=1 if self.bias in ("row", "matrix") else 0,
         )  # fmt: skip

@@ -70,6 +70,16 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.array, self.offset + offset, self.dtype.element_ty)
 
+    def to(self, element_ty: Dtype, bitcast: bool) -> Pointer:
+        """As to a pointer to wider elements, which the array has in truth."""
+        assert bitcast
+        assert self.array is not None
+        assert self.array.dtype == element_ty.numpy
+        scale, odd = divmod(element_ty.primitive_bitwidth, self.dtype.element_ty.primitive_bitwidth)
+        assert odd == 0
+        assert np.all(self.offset % scale == 0)
+        return Pointer(self.array, self.offset // scale, element_ty)
+
 
 class Shared:
     """A view of shared memory."""
@@ -353,7 +363,8 @@ def _stand_ins() -> dict[str, types.ModuleType]:
         num_programs=lambda axis: _local.blocks,
         convert_layout=lambda x, layout, assert_trivial=False: x, range=range,
         NVMMADistributedLayout=lambda **shape: None, SliceLayout=lambda dim, parent: None,
-        BlockedLayout=lambda *shape: None,
+        BlockedLayout=lambda *shape: None, DistributedLinearLayout=lambda *bases: None,
+        pointer_type=lambda element_ty: element_ty,
     )  # fmt: skip
     hopper = _module(
         "triton.experimental.gluon.language.nvidia.hopper",

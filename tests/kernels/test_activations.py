@@ -116,3 +116,76 @@ def test_random_epilogues(data: st.DataObject) -> None:
         act_alpha=alpha, act_beta=beta, slack=draw(st.integers(0, 2)),
         cuts=([draw(st.integers(1, 3)) * 16], [], []), seed=draw(st.integers(0, 99)),
     ).check()  # fmt: skip
+
+
+PAIRED = (*FAMILIES, Family.GEMV)
+
+
+def paired_spec(family: Family, dtype: Dtype, **changes: Any) -> KernelSpec:
+    if family is Family.GEMV:
+        e = dtype.bytes
+        spec = KernelSpec(family, dtype, 2, 16, 16, 1, 2, align_a=e, align_b=16, align_c=e)
+        return replace(spec, bias_matrix=True, **changes)
+    return spec_of(family, dtype, **changes)
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("family", PAIRED)
+def test_gated_products_of_every_family(family: Family, activation: Activation) -> None:
+    """Regions begin at even columns; the sum of K slices comes first."""
+    alpha, beta = NUMBERS.get(activation, (0.0, 0.0))
+    spec = paired_spec(family, Dtype.F32)
+    m, n = (3, 10) if family is Family.GEMM_DOT else (21, 70)
+    Case(
+        spec, m, n, 19, activation=activation, act_alpha=alpha, act_beta=beta, alpha=1.5,
+        beta=1.0, bias="row", gated=True, cuts=([2], [n - 6], []),
+    ).check()  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_gated_and_wide_products(data: st.DataObject) -> None:
+    draw = data.draw
+    family = draw(st.sampled_from(FAMILIES[:3]))
+    dtype = draw(st.sampled_from(list(Dtype)))
+    split_k = draw(st.booleans())
+    spec = spec_of(
+        family, dtype, split_k=split_k, swap=draw(st.booleans()),
+        warps=draw(st.sampled_from([1, 2, 4])),
+        bias_matrix=draw(st.booleans()) and not split_k,
+    )  # fmt: skip
+    wide = dtype is not Dtype.F32 and draw(st.booleans())
+    activation = draw(st.sampled_from(list(Activation)))
+    alpha, beta = NUMBERS.get(activation, (0.0, 0.0))
+    biases = ["none", "scalar", "row", "column", *(["matrix"] if spec.bias_matrix else [])]
+    batch = draw(st.integers(1, 3))
+    Case(
+        spec, draw(st.integers(1, 40)), draw(st.integers(1, 70)) * 2, draw(st.integers(1, 40)),
+        batch=batch, a_map=(1, batch), split=draw(st.integers(2, 3)) if split_k else 1,
+        alpha=draw(st.sampled_from([1.0, -0.5])), beta=2.0, bias=draw(st.sampled_from(biases)),
+        activation=Activation.NONE if wide else activation, act_alpha=alpha, act_beta=beta,
+        gated=not wide, wide=wide, slack=draw(st.integers(0, 2)),
+        cuts=([draw(st.integers(1, 3)) * 16], [], []), seed=draw(st.integers(0, 99)),
+    ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [Dtype.F16, Dtype.BF16])
+@pytest.mark.parametrize("family", PAIRED)
+def test_wide_results_are_rounded_all_the_same(family: Family, dtype: Dtype) -> None:
+    spec = paired_spec(family, dtype)
+    m, n = (3, 7) if family is Family.GEMM_DOT else (21, 70)
+    plain = Case(spec, m, n, 19, batch=2, a_map=(1, 2), alpha=1.5, beta=1.0, bias="row")
+    wide = replace(plain, wide=True, cuts=([2], [n - 6], [1]))
+    wide.check()
+    got = wide.run()
+    assert got.dtype == torch.float32
+    assert torch.equal(got, plain.run().float())
+
+
+def test_a_gated_product_differs_from_one_with_the_activation_on_the_other_column() -> None:
+    case = Case(spec_of(Family.GEMM_POINTER), 5, 8, 7, activation=Activation.SILU, gated=True)
+    case.b = case.b.flip(2)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(
+            case.run().numpy(), case.expected()[..., ::-1], rtol=1e-3, atol=1e-3
+        )

@@ -25,6 +25,7 @@ from moonpoly_ort.custom_ops.kernels.spec import (
 
 from moonpoly_ort.native_structs import Activation, Residual
 from tests.epilogues import activated, finished
+from tests.epilogues import gated as paired
 
 
 @functools.cache
@@ -139,7 +140,25 @@ EPILOGUES = [
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_product(case: tuple[Any, ...], epilogue: tuple[str, Activation, Residual]) -> None:
-    bias, activation, residual = epilogue
+    check_product(case, *epilogue)
+
+
+@pytest.mark.parametrize("activation", [Activation.NONE, Activation.RELU, Activation.LEAKY_RELU])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gated_product(case: tuple[Any, ...], activation: Activation) -> None:
+    even = (*case[:6], case[6] + case[6] % 2, *case[7:])
+    check_product(even, "row", activation, Residual.NONE, gated=True)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_wide_product(case: tuple[Any, ...]) -> None:
+    check_product(case, "row", Activation.NONE, Residual.NONE, wide=True)
+
+
+def check_product(
+    case: tuple[Any, ...], bias: str, activation: Activation, residual: Residual, *,
+    gated: bool = False, wide: bool = False,
+) -> None:  # fmt: skip
     consumers, bm, bn, bk, stages, m, n, k, batch, blocks, split, trans_a, trans_b = case
     early = blocks % 2 == 1
     rng = np.random.default_rng(blocks)
@@ -147,7 +166,8 @@ def test_product(case: tuple[Any, ...], epilogue: tuple[str, Activation, Residua
     a, b = (
         rng.integers(-3, 4, shape).astype(np.float16) for shape in ((batch, m, k), (batch, k, n))
     )
-    y = np.full((batch, m, n), np.nan, np.float16)
+    columns = n // 2 if gated else n
+    y = np.full((batch, m, columns), np.nan, np.float32 if wide else np.float16)
     rows = bm if split == PINGPONG else bm // consumers
     part = bn & -bn
     width = min(part if part == bn else 32, 4096 // rows)
@@ -162,26 +182,33 @@ def test_product(case: tuple[Any, ...], epilogue: tuple[str, Activation, Residua
         model.float16,
     )
     y_desc = model.Descriptor(y, (1, rows, width), model.float16)
+    y_pointer = model.Pointer(y.reshape(-1), 0, model.float16)
     workspace = np.full(blocks * bm * bn, np.nan, np.float32)
     counters = np.zeros(blocks * consumers, np.int32)
     strides = {"row": (0, 1), "column": (1, 0)}.get(bias, (0, 0))
     c = np.arange(1, 1000, dtype=np.float16) % 7
     alpha, beta = 0.5, 0.0 if bias == "none" else 2.0
     r = rng.integers(-3, 4, y.shape).astype(np.float16)
-    after = model.Pointer(r.ravel() if residual else None), activation | residual << 8, 0.5, 0.0
+    r_pointer = model.Pointer(r.ravel() if residual else None)
+    code = activation | residual << 8 | gated << 16 | wide << 17
+    after = y_pointer if gated or wide else r_pointer, code, 0.5, 0.0
     model.launch(
         module("gemm_ws").gemm_ws, blocks, a_desc, b_desc, y_desc,
-        model.Pointer(y.reshape(-1), 0, model.float16), n, m * n,
+        y_pointer, columns, m * columns,
         model.Pointer(None if bias == "none" else c), model.Pointer(workspace),
         model.Pointer(counters),
         m, n, k, 1, batch, 1, batch, 0, batch, *strides, alpha, beta, *after,
         bm, bn, bk, 8, trans_a, trans_b, split == STREAM, consumers, stages,
         early, split == SLICED, split == PINGPONG, early=early,
     )  # fmt: skip
-    wide = alpha * (a.astype(np.float32) @ b.astype(np.float32))
+    exact = alpha * (a.astype(np.float32) @ b.astype(np.float32))
     at = np.arange(m)[:, None] * strides[0] + np.arange(n)[None, :] * strides[1]
-    wide = finished((wide + beta * c[at]).astype(np.float64), activation, residual, 0.5, 0.0, r)
-    np.testing.assert_array_equal(y, wide.astype(np.float16))
+    exact = (exact + beta * c[at]).astype(np.float64)
+    if gated:
+        exact = paired(exact, activation, 0.5)
+    else:
+        exact = finished(exact, activation, residual, 0.5, 0.0, r)
+    np.testing.assert_array_equal(y, exact.astype(np.float16).astype(y.dtype))
     assert not counters.any()
 
 

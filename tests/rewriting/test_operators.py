@@ -52,7 +52,8 @@ EXACT: dict[str, Callable[[Array, float, float], Array]] = {
 
 def operands(operator: Operator) -> dict[str, Array]:
     """Small ones for each input, a product of 3 x 5 in the middle."""
-    shapes = {"A": (3, 4), "B": (4, 5), "bias": (5,), "C": (5,), "R": (3, 5)}
+    columns = 10 if BASES[operator.base].gated else 5
+    shapes = {"A": (3, 4), "B": (4, columns), "bias": (columns,), "C": (5,), "R": (3, 5)}
     if operator.standard.startswith("Conv"):
         channels = (4, 6) if operator.standard == "ConvTranspose" else (6, 4)
         shapes = {"X": (2, 4, 3), "W": (*channels, 1), "B": (6,), "R": (2, 6, 3)}
@@ -79,7 +80,12 @@ def expected(operator: Operator, given: dict[str, Array]) -> Array:
     r = given["R"].astype(np.float64) if "R" in given else np.zeros(())
     if operator.residual is Residual.BEFORE:
         y = y + r
+    values = y[:, 1::2]
+    if BASES[operator.base].gated:
+        y = y[:, 0::2]
     y = EXACT[operator.activation](y, PARAMETERS[ALPHA], PARAMETERS[BETA])
+    if BASES[operator.base].gated:
+        return y * values
     if operator.residual is Residual.AFTER:
         return y + r
     return y * r if operator.residual is Residual.FACTOR else y

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moonpoly_ort import native
-from tests.epilogues import finished
+from tests.epilogues import finished, gated
 
 DTYPES = {
     native.Dtype.F16: np.dtype(np.float16),
@@ -53,12 +53,17 @@ def interpret(
                 value = value + p.beta * view(at, (r.m, r.n), strides, dtype).astype(np.float64)
             else:
                 assert bias is None
-            start = (z * p.c_batch_stride + r.m0 * p.ldc + r.n0) * size
+            columns, first = r.n // (1 + p.gated), r.n0 // (1 + p.gated)
+            out = np.dtype(np.float32) if p.wide else dtype
+            start = (z * p.c_batch_stride + r.m0 * p.ldc + first) * out.itemsize
             other = None
             if p.residual:
                 assert residual is not None
                 other = view(residual + start, (r.m, r.n), (p.ldc, 1), dtype).astype(np.float64)
             else:
                 assert residual is None
-            value = finished(value, p.activation, p.residual, p.act_alpha, p.act_beta, other)
-            view(y + start, (r.m, r.n), (p.ldc, 1), dtype)[...] = value.astype(dtype)
+            if p.gated:
+                value = gated(value, native.Activation(p.activation), p.act_alpha, p.act_beta)
+            else:
+                value = finished(value, p.activation, p.residual, p.act_alpha, p.act_beta, other)
+            view(y + start, (r.m, columns), (p.ldc, 1), out)[...] = value.astype(dtype).astype(out)

@@ -15,7 +15,7 @@ import reference
 from onnx import TensorProto, helper
 
 from moonpoly_ort import native
-from tests.epilogues import AFTER_PRODUCTS, finished
+from tests.epilogues import AFTER_PRODUCTS, GATES, finished, gated
 
 Array = np.ndarray[Any, Any]
 MATMULS = ("MatMul", "MatMulBias", "ScaledMatMul", "ScaledMatMulBias")
@@ -55,7 +55,7 @@ def session(
     graph = helper.make_graph(
         [helper.make_node(op, names, ["y"], domain="ai.moonpoly", **attributes)], "g",
         [helper.make_tensor_value_info(n, element, None) for n in names if n],
-        [helper.make_tensor_value_info("y", element, None)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT if "Float" in op else element, None)],
     )  # fmt: skip
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.moonpoly", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
@@ -188,3 +188,78 @@ def test_registering_every_operator_costs_little(catalog_path: Path) -> None:
         times.append(time.perf_counter() - start)
     print(f"{1e3 * min(times):.1f} ms")
     assert min(times) < 0.5  # 4 ms on a free core
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate[0] or "alone")
+def test_every_gated_operator(
+    catalog_path: Path, gate: tuple[str, native.Activation], bias: bool
+) -> None:
+    name, activation = gate
+    rng = np.random.default_rng(len(name))
+    inputs: list[Array | None] = [rng.standard_normal(shape).astype(np.float32)
+                                  for shape in ([5, 7], [7, 18], [18])[: 2 + bias]]  # fmt: skip
+    numbers = {"activation_alpha": -0.25, "activation_beta": 0.5}
+    op = f"MatMulGated{'Bias' if bias else ''}{name}"
+    got = run(session(catalog_path, op, inputs, **numbers), inputs)
+    wide = [array.astype(np.float64) for array in inputs if array is not None]
+    want = gated(wide[0] @ wide[1] + (wide[2] if bias else 0), activation, -0.25, 0.5)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("a", [[3], [1, 3], [5, 3], [2, 5, 3], [2, 1, 5, 3], [2, 0], [0, 3]])
+@pytest.mark.parametrize("columns", [2, 6, 32])
+def test_shapes_of_gated_products(catalog_path: Path, a: list[int], columns: int) -> None:
+    rng = np.random.default_rng(columns)
+    inputs: list[Array | None] = [
+        rng.standard_normal(shape).astype(np.float32) for shape in (a, [a[-1], columns])
+    ]
+    got = run(session(catalog_path, "MatMulGatedSilu", inputs), inputs)
+    exact = inputs[0].astype(np.float64) @ inputs[1].astype(np.float64)  # type: ignore[union-attr]
+    want = gated(exact, native.Activation.SILU)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for problem in PROBLEMS:
+        assert (problem.n, problem.gated) == (columns, 1)
+        # As many bytes of each row of Y, which has half the columns.
+        assert problem.align_c == min(16, (columns // 2 & -(columns // 2)) * 4)
+
+
+@pytest.mark.parametrize(
+    "op", ["MatMulToFloat", "MatMulBiasToFloat", "GemmToFloat"]
+)  # fmt: skip
+def test_results_in_fp32_are_those_in_fp16(catalog_path: Path, op: str) -> None:
+    rng = np.random.default_rng(3)
+    inputs: list[Array | None] = [
+        rng.standard_normal(shape).astype(np.float16) for shape in ([5, 40], [40, 24], [24])
+    ]
+    if op == "MatMulToFloat":
+        inputs.pop()
+    plain = run(session(catalog_path, op.removesuffix("ToFloat"), inputs), inputs)
+    got = run(session(catalog_path, op, inputs), inputs)
+    assert (got.dtype, plain.dtype) == (np.float32, np.float16)
+    np.testing.assert_array_equal(got, plain.astype(np.float32))
+    assert [problem.wide for problem in PROBLEMS] == [0, 1]
+
+
+@pytest.mark.parametrize(("a", "b"), SHAPES[:6])
+def test_shapes_of_results_in_fp32(catalog_path: Path, a: list[int], b: list[int]) -> None:
+    """Batch axes that are looped over move Y by elements of four bytes."""
+    rng = np.random.default_rng(5)
+    inputs: list[Array | None] = [rng.standard_normal(shape).astype(np.float16) for shape in (a, b)]
+    got = run(session(catalog_path, "MatMulToFloat", inputs), inputs)
+    want = inputs[0].astype(np.float64) @ inputs[1].astype(np.float64)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(got, want.astype(np.float16).astype(np.float32))
+
+
+def test_no_operator_casts_fp32(catalog_path: Path) -> None:
+    inputs: list[Array | None] = [np.ones((2, 3), np.float32), np.ones((3, 4), np.float32)]
+    with pytest.raises(Exception, match="MatMulToFloat"):
+        session(catalog_path, "MatMulToFloat", inputs)
+
+
+@pytest.mark.parametrize("b", [[3, 5], [2, 3, 4], [3]])
+def test_a_gated_product_takes_pairs_of_columns(catalog_path: Path, b: list[int]) -> None:
+    inputs: list[Array | None] = [np.ones((2, 3), np.float32), np.ones(b, np.float32)]
+    with pytest.raises(Exception, match=r"MatMulGated takes for B a matrix whose columns"):
+        run(session(catalog_path, "MatMulGated", inputs), inputs)
