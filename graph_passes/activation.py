@@ -19,7 +19,7 @@ import onnx_ir as ir
 from . import polynomial
 from .fusion import Fused, Fusion, NearMiss, Product
 from .known_forms import Form, evaluate, recognize
-from .operators import ACTIVATIONS, OPERATORS
+from .operators import ACTIVATIONS, BASES, OPERATORS
 from .polynomial import Atom, Terms
 
 _MOST_NODES = 16
@@ -34,6 +34,8 @@ class ActivationFusion(Fusion):
     def match(self, product: Product) -> Fused | NearMiss | None:
         operator = product.operator
         if operator.activation or f"{operator.name}Relu" not in OPERATORS:
+            return None
+        if BASES[operator.base].gated:  # where it would be the gates'
             return None
         missed = None
         expression = _Expression(product)

@@ -38,6 +38,7 @@ class Graph:
         self.recorded = recorded
         self.place = place
         self.values = dict(values)
+        self.settled = False
         self.own_functions = own_functions
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         self.reads = Counter(reads_of(place.body))
@@ -62,10 +63,16 @@ class Graph:
         missed: dict[tuple[str, int], tuple[onnx.NodeProto, Entry]] = {}
         taken: set[int] = set()
         products = [Product(self, node) for node in self._nodes if node.domain == DOMAIN]
+        successors: dict[int, Product] = {}  # of products that another one absorbed
         changed = True
-        while changed:  # what one product absorbs may have stood in the way of another
+        while changed or not self.settled:
+            # What one product absorbs may have stood in the way of another. What joins two of them
+            # comes when each has what it can have on its own.
+            self.settled = not changed
             changed = False
             for product in products:
+                if id(product.node) in self._gone:
+                    continue
                 for rule, found in self._matches(product, rules, refuse):
                     if isinstance(found, NearMiss):
                         entry = self._entry(found.node, rule, found.refusal)
@@ -74,10 +81,15 @@ class Graph:
                     for node in found.absorbed or [_reported(found)]:
                         taken.add(id(node))
                         fused.append((product, self._entry(node, rule, None)))
+                        if node.domain == DOMAIN:
+                            successors[id(node)] = product
                     self._replace(product, found, rule)
                     changed = True
         for product, entry in fused:
-            yield dataclasses.replace(entry, into=product.output)
+            owner = product
+            while id(owner.node) in successors:
+                owner = successors[id(owner.node)]
+            yield dataclasses.replace(entry, into=owner.output)
         for node, entry in missed.values():
             if id(node) not in taken | self._gone:
                 yield entry
@@ -108,9 +120,10 @@ class Graph:
                 pending = list(rules)
 
     def _entry(self, node: onnx.NodeProto, rule: Fusion, refusal: Refusal | None) -> Entry:
+        own = node.domain == DOMAIN
         return Entry(
             name=node.name,
-            op_type=node.op_type,
+            op_type=OPERATORS[node.op_type].standard if own else node.op_type,
             where=self.place.where,
             output=next(iter(node.output), ""),
             rule=rule.name,
@@ -149,6 +162,8 @@ class Graph:
             inputs[index] = self._new_constant(constant, last, as_node=as_node)
             views = len(self.values.get(old.output[0], ()))
             self.values[inputs[index]] = [_typed(constant.array)] * views
+        for index, names in found.alternating.items():
+            inputs[index] = self.tree.add_alternating(self.place, *names)
         while inputs and not inputs[-1]:
             inputs.pop()
         fused = onnx.NodeProto()
@@ -163,6 +178,9 @@ class Graph:
             for stale in [a for a in fused.attribute if a.name == name]:
                 fused.attribute.remove(stale)
             fused.attribute.append(onnx.helper.make_attribute(name, value))
+        for absorbed in found.absorbed:
+            if absorbed.domain == DOMAIN:
+                _stamp(fused, *_rules_of(absorbed))
         _stamp(fused, rule.name)
         if last is not old:  # its constants follow it
             self._constants[id(last)] = self._constants.pop(id(old), []) + self._constants[id(last)]
@@ -278,10 +296,16 @@ def _typed(array: Array) -> ir.Value:
     return ir.Value(shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype))
 
 
-def _stamp(node: onnx.NodeProto, rule: str) -> None:
-    """Adds a rule to those that the node names."""
+def _rules_of(node: onnx.NodeProto) -> list[str]:
+    return next((e.value.split(",") for e in node.metadata_props if e.key == RULE_KEY), [])
+
+
+def _stamp(node: onnx.NodeProto, *rules: str) -> None:
+    """Adds to the rules that the node names those that it does not."""
+    known = _rules_of(node)
+    value = ",".join([*known, *(rule for rule in rules if rule not in known)])
     for entry in node.metadata_props:
         if entry.key == RULE_KEY:
-            entry.value = f"{entry.value},{rule}"
+            entry.value = value
             return
-    node.metadata_props.add(key=RULE_KEY, value=rule)
+    node.metadata_props.add(key=RULE_KEY, value=value)

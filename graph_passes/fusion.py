@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import onnx
 import onnx_ir as ir
 
-from .domain import is_standard
+from .domain import DOMAIN, is_standard
 from .operators import OPERATORS, Operator
 from .report import Reason, Refusal
 from .stand_ins import CONTRIB
@@ -44,6 +44,8 @@ class Fused:
         operator: What the node becomes.
         inputs: Its inputs.
         constants: Constants to make, by the index of the input that they replace.
+        alternating: Pairs of initializers, whose columns in turn become a new one, by the index of
+            the input that this becomes.
         absorbed: The nodes that go, in the order of the graph; the last one gives the output.
             Empty where nothing behind the product changes.
         attributes: Floats and ints to set on it.
@@ -56,6 +58,7 @@ class Fused:
     inputs: Sequence[str]
     absorbed: Sequence[onnx.NodeProto] = ()
     constants: Mapping[int, NewConstant] = dataclasses.field(default_factory=dict)
+    alternating: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     attributes: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     changes: Sequence[tuple[onnx.NodeProto, onnx.NodeProto]] = ()
     bypassed: Sequence[str] = ()
@@ -93,6 +96,16 @@ class Product:
     def __init__(self, graph: Graph, node: onnx.NodeProto) -> None:
         self._graph = graph
         self.node = node
+
+    @property
+    def settled(self) -> bool:
+        """Whether all products of the graph have taken what needs no other product."""
+        return self._graph.settled
+
+    def neighbour(self, value: str) -> Product | None:
+        """The node of ours in the same graph that computes a value."""
+        node = self.producer(value)
+        return Product(self._graph, node) if node is not None and node.domain == DOMAIN else None
 
     @property
     def operator(self) -> Operator:
@@ -223,6 +236,21 @@ class Product:
             UnreadableError: It is in another file, which cannot be read.
         """
         return self._graph.tree.array(self._graph.place.constants[value])
+
+    def refuse_alternating(self, one: str, other: str) -> Refusal | None:
+        """Two weights whose columns can take turns are initializers of the main graph, matrices of
+        one shape and type."""
+        found = []
+        for name in (one, other):
+            constant = self._graph.place.constants.get(name)
+            if constant is None or constant.index is None:
+                return Refusal(Reason.NOT_CONSTANT, f"{name!r} is no initializer of the main graph")
+            found.append(constant.tensor)
+        shapes = [list(tensor.dims) for tensor in found]
+        if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
+            return Refusal(Reason.BROADCASTS, f"the weights are {shapes[0]} and {shapes[1]}")
+        why = self._graph.tree.why_not_alternating(one, other)
+        return Refusal(Reason.NOT_CONSTANT, why) if why else None
 
     def scalar(self, value: str) -> float | None:
         """The number that a constant of one element holds.

@@ -13,12 +13,14 @@ from . import domain
 from .activation import ActivationFusion
 from .batch_normalization import BatchNormalizationFusion
 from .bias import BiasFusion
+from .cast import CastFusion
 from .contrib import FusedConvRule, FusedGemmRule, FusedMatMulRule
 from .conv import ConvRule
 from .conv_transpose import ConvTransposeRule
 from .flatten import FlattenFusion
 from .fusing import fuse
 from .fusion import Fusion
+from .gated import GatedFusion
 from .gemm import GemmRule
 from .matmul import MatMulRule
 from .operators import OPERATORS
@@ -44,15 +46,18 @@ RULES: tuple[Rule, ...] = (
 
 FUSIONS: tuple[Fusion, ...] = (
     # Tried in this order at each product until none matches: the name of an operator says what is
-    # applied first, and a vector that is added could pass for a residual of rank 1.
+    # applied first, and a vector that is added could pass for a residual of rank 1. One of two
+    # products that are multiplied with each other could pass for a residual, too.
     BatchNormalizationFusion(),
     TransposeFusion(),
     FlattenFusion(),
     # Written out, it may begin with x + 3 or x * 0.2, which could pass for a bias or a scale.
     ActivationFusion(),
     BiasFusion(),
+    GatedFusion(),
     ResidualFusion(),
     ScaleFusion(),
+    CastFusion(),
 )
 
 _NAMES = (*(rule.name for rule in RULES), *(fusion.name for fusion in FUSIONS))

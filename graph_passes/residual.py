@@ -1,8 +1,7 @@
 """Add(MatMul(A, B), R) -> ai.moonpoly.MatMulAdd(A, B, R)
 
 R is proven to have the shape of the product: it broadcasts in neither direction. It is added before
-an activation or behind one, or multiplied with a product (the gate of SwiGLU), where there is an
-operator for that.
+an activation or behind one, or multiplied with a product, where there is an operator for that.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ class ResidualFusion(Fusion):
         if residual == product.output:  # a product added to itself
             return None
         if node.op_type == "Mul":
+            if not product.settled:  # R may be another product, which has yet to get its activation
+                return None
             place = Residual.FACTOR
         else:
             place = Residual.AFTER if operator.activation else Residual.BEFORE

@@ -47,6 +47,13 @@ class Initializers(Protocol):
             UnreadableError: The file is not there, too short, or outside the model's folder.
         """
 
+    def why_not_alternating(self, one: str, other: str) -> str:
+        """Why the columns of two matrices, by name, cannot take turns in a new one; empty if they
+        can."""
+
+    def add_alternating(self, one: str, other: str, name: str) -> onnx.TensorProto:
+        """Appends a matrix with the columns of two others in turn: `one` has the even ones."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Constant:
@@ -136,6 +143,17 @@ class Tree:
             wanted += "_"
         self.names.add(wanted)
         return wanted
+
+    def why_not_alternating(self, one: str, other: str) -> str:
+        """As of `Initializers`."""
+        return self._initializers.why_not_alternating(one, other)
+
+    def add_alternating(self, place: Place, one: str, other: str) -> str:
+        """The columns of two initializers of the main graph in turn, as a new one; its name."""
+        name = self.new_name(f"{one}/gated")
+        tensor = self._initializers.add_alternating(one, other, name)
+        place.constants[name] = Constant(tensor, False)
+        return name
 
     def remove_unread(self, released: Iterable[str]) -> None:
         """Removes those of the constants that nothing reads any more."""

@@ -13,15 +13,16 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import IO
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
 from .errors import ModelError, OutputError
-from .graph_passes.detached_weights import Weight, attach, detach
+from .graph_passes.detached_weights import LARGE, Weight, attach, detach
 from .graph_passes.payload import UnreadableError, copy_message, is_external, tensors
 from .graph_passes.skeleton import keeps_payload
 
@@ -31,6 +32,13 @@ PROTOBUF_LIMIT = 2**31 - 2**26
 _EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
 _ALIGNMENT = 4096  # offsets in a data file, for memory mapping
 _CHUNK = 1 << 24
+
+_WIDTHS: Mapping[int, int] = {
+    onnx.TensorProto.FLOAT16: 2,
+    onnx.TensorProto.BFLOAT16: 2,
+    onnx.TensorProto.FLOAT: 4,
+}
+"""Bytes of an element of the types that products have."""
 
 
 class Source:
@@ -129,6 +137,74 @@ class Source:
                 f"{length} bytes are there"
             )
         return data
+
+    def why_not_alternating(self, one: str, other: str) -> str:
+        """Why the columns of two matrices cannot take turns; empty if they can, and will fit."""
+        with self._lock:
+            tensors = [self._initializer(name)[1] for name in (one, other)]
+            if tensors[0].data_type != tensors[1].data_type:
+                return f"{one!r} and {other!r} are of different types"
+            size = 0
+            for tensor in tensors:
+                width = _WIDTHS.get(tensor.data_type)
+                if width is None:
+                    return f"{tensor.name!r} is of type {tensor.data_type}"
+                size += width * math.prod(tensor.dims)
+                if is_external(tensor):
+                    try:
+                        self._check_length(tensor, width * math.prod(tensor.dims))
+                    except (ModelError, OSError) as error:
+                        return f"the data of {tensor.name!r} cannot be read: {error}"
+            # Of those in other files the new ones are kept here.
+            held = sum(len(weight.payload) for weight in self._weights.values())
+            if any(map(is_external, tensors)) and held + size > PROTOBUF_LIMIT:
+                return (
+                    f"with {one!r} and {other!r}, {held + size} bytes of weights would be in the "
+                    f"model's own file; {PROTOBUF_LIMIT} fit"
+                )
+            return ""
+
+    def add_alternating(self, one: str, other: str, name: str) -> onnx.TensorProto:
+        """Appends the initializer `name`: the columns of two matrices in turn, `one` first.
+
+        Raises:
+            ValueError: A tensor is malformed.
+            UnreadableError: External data is missing.
+        """
+        with self._lock:
+            places = [self._initializer(initializer) for initializer in (one, other)]
+            rows, columns = places[0][1].dims
+            element = np.dtype(f"u{_WIDTHS[places[0][1].data_type]}")
+            both = np.empty((rows, columns, 2), element)
+            for side, (index, tensor) in enumerate(places):
+                if index in self._weights:
+                    data = np.frombuffer(self._weights[index].payload, element)
+                elif is_external(tensor):
+                    data = np.frombuffer(self.external_data(tensor), element)
+                else:
+                    data = onnx.numpy_helper.to_array(tensor).reshape(-1).view(element)
+                both[:, :, side] = data.reshape(rows, columns)
+            initializers = self._light.graph.initializer
+            new: onnx.TensorProto = initializers.add(name=name, data_type=places[0][1].data_type)
+            new.dims.extend((rows, 2 * columns))
+            payload = both.reshape(-1).view(np.uint8).data
+            if len(payload) < LARGE:
+                new.raw_data = payload.tobytes()
+            else:
+                number = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
+                self._weights[len(initializers) - 1] = Weight(number, payload)
+            return new
+
+    def _check_length(self, tensor: onnx.TensorProto, size: int) -> None:
+        location, offset, length = _place_of_data(tensor)
+        if self.folder is None:
+            raise ModelError("its folder is not known: pass base_dir")
+        if length not in (0, size) or (self.folder / location).stat().st_size < offset + size:
+            raise ModelError(f"{location!r} has not the {size} bytes that its shape says")
+
+    def _initializer(self, name: str) -> tuple[int, onnx.TensorProto]:
+        tensors = enumerate(self._light.graph.initializer)
+        return next((index, tensor) for index, tensor in tensors if tensor.name == name)
 
     @property
     def has_external_data(self) -> bool:

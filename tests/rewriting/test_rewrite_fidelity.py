@@ -237,8 +237,10 @@ def test_list_of_rules() -> None:
             "QuickGelu, Silu",
         ),
         ("bias", "Add"),
+        ("gated", "Mul"),
         ("residual", "Add, Mul"),
         ("scale", "Mul, Div"),
+        ("cast", "Cast"),
     ]
     assert all(" -> ai.moonpoly." in rule.transformation for rule in list_rules())
 
