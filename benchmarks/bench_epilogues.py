@@ -4,8 +4,10 @@
 
 For each product the kernel that the planner takes where nothing follows it (or the best of those
 named by --only), forced with everything that may follow; beside it cuBLAS alone, and cuBLAS with
-torch's elementwise kernels, which read and write Y once more. Microseconds, from CUDA graphs on
-operands rotated beyond L2. Each result is checked against float64 first. Under a minute.
+torch's elementwise kernels, which read and write Y once more. Then gated products as one launch
+(2 N columns, the planner's choice) and as the two that they would be else, the second of which
+reads the first one's result; and a result in fp32. Microseconds, from CUDA graphs on operands
+rotated beyond L2. Each result is checked against float64 first. Under two minutes.
 """
 
 from __future__ import annotations
@@ -47,6 +49,53 @@ ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cublas, gelu": lambda y, r: torch.nn.functional.gelu(y),
     "cublas, add": lambda y, r: y + r,
 }
+
+
+GATED_SHAPES = (  # of the outputs
+    (1, 5632, 2048), (4, 5632, 2048), (16, 5632, 2048), (128, 5632, 2048), (512, 5632, 2048),
+    (2048, 5632, 2048), (1, 14336, 4096), (2048, 14336, 4096),
+)  # fmt: skip
+
+
+def measure_gated(setting: Setting, product: Product, rounds: int) -> None:
+    """SwiGLU of the outputs that `product` describes."""
+    device, p = setting.provider.torch_device, product
+    forms = {
+        "gated": [replace(p, n=2 * p.n, gated=True, activation=Activation.SILU)],
+        "two": [replace(p, activation=Activation.SILU), replace(p, residual=Residual.MULTIPLIED)],
+        "wide": [replace(p, wide=True)],
+        "plain": [p],
+    }
+    element = {"f16": 2, "bf16": 2, "f32": 4}[p.dtype]
+    sets = rotation((p.m * p.k + 2 * p.k * p.n + p.m * p.n) * element, setting.device.l2_bytes)
+    candidates: dict[str, Callable[[int], Any]] = {}
+    chosen = {}
+    for name, parts in forms.items():
+        launches = []
+        for part in parts:
+            own = [Operands.allocate(part, device, seed) for seed in range(sets)]
+            plan = setting.plan(own[0].problem)
+            setting.runner.run(own[0], plan)
+            reference = own[0].reference()
+            error, limit = relative_error(own[0].y.view, reference), own[0].limit(reference)
+            if not error <= limit:
+                say(f"WRONG {part}: error {error:.3g}, limit {limit:.3g}")
+            launches.append((own, plan))
+        names = [setting.kernel_name(region) for _, plan in launches for region in plan.regions]
+        chosen[name] = " + ".join(names)
+
+        def run(index: int, launches: list[Any] = launches) -> None:
+            for own, plan in launches:
+                one = own[index]
+                setting.runner.launch(one.problem, plan, one.pointers, one.residual)
+
+        candidates[name] = run
+    floor = Ceilings().floor_us(p.m, 2 * p.n, p.k, 1, element)
+    times = compare_launches(candidates, sets, launches_per_graph(floor, sets), rounds)
+    shown = ", ".join(
+        f"{name} {timing.median:.2f} ({chosen[name]})" for name, timing in times.items()
+    )
+    say(f"{p.m}x{p.n}x{p.k} {p.dtype}: {shown}")
 
 
 def _kernel_of(setting: Setting, problem: native.Problem, only: str) -> tuple[int, int]:
@@ -119,6 +168,8 @@ def main() -> int:
         for dtype in arguments.dtype.split(","):
             for m, n, k in SHAPES:
                 measure(setting, dense(m, n, k, dtype), arguments.only, arguments.rounds)
+            for m, n, k in () if arguments.only or dtype == "f32" else GATED_SHAPES:
+                measure_gated(setting, dense(m, n, k, dtype), arguments.rounds)
     return 0
 
 

@@ -132,11 +132,35 @@ def _forced_cases(kernel: native.KernelRecord, slots: int) -> Iterator[tuple[Pro
                 **_epilogue(turn),
             )  # fmt: skip
             yield product.fitted(), split
+        yield from _paired_and_wide(kernel, base, split, turn, slots)
         most = bk if kernel.family == native.Family.GEMM_SHALLOW else bk * split + 1
         special = replace(
             base, m=bm + 1, n=bn + 1, k=most, special=True, activation=ACTIVATIONS[turn % 12]
         )
         yield special.fitted(), split
+
+
+def _paired_and_wide(
+    kernel: native.KernelRecord, base: Product, split: int, turn: int, slots: int
+) -> Iterator[tuple[Product, int]]:
+    """Gated products, and those whose result is fp32, of the kernels that store such."""
+    if kernel.family == native.Family.GEMM_SHALLOW or (kernel.persistent and kernel.swap):
+        return
+    bm, bn, bk = kernel.bm, kernel.bn, kernel.bk
+    shapes = [(bm + 3, 2 * bn + 6, bk * split + 3), (1, bn, bk * split), (37, 134, bk * split + 1)]
+    for place, (m, n, k) in enumerate(shapes):
+        batch, a_map, b_map = MAPS[(turn + place) % len(MAPS)]
+        if kernel.sliced and -(-m // bm) * -(-n // bn) * batch * split > slots:
+            batch, a_map, b_map = MAPS[0]
+        product = replace(
+            base, m=m, n=n, k=k, batch=batch, a_map=a_map, b_map=b_map,
+            bias=BIASES[(turn + place) % len(BIASES)],
+        )  # fmt: skip
+        if bn % 2 == 0:
+            activation = ACTIVATIONS[(turn * 5 + place) % len(ACTIVATIONS)]
+            yield replace(product, gated=True, activation=activation).fitted(), split
+        if base.dtype != "f32":
+            yield replace(product, wide=True).fitted(), split
 
 
 def _epilogue(turn: int) -> dict[str, Any]:
@@ -171,9 +195,9 @@ def check_run(
     """Runs a plan into poisoned memory; (error as a share of its limit, what is wrong)."""
     product, faults = operands.product, []
     setting.runner.run(operands, plan)
-    if stray := operands.y.stray_writes(product.dtype):
+    if stray := operands.y.stray_writes(product.y_dtype):
         faults.append(f"{stray} stray writes")
-    if missing := operands.y.unwritten(product.dtype):
+    if missing := operands.y.unwritten(product.y_dtype):
         faults.append(f"{missing} elements not written")
     if left := setting.runner.counters_left():
         faults.append(f"{left} counters left non-zero")
@@ -184,7 +208,7 @@ def check_run(
         faults.append(f"error {share * limit:.3g}, limit {limit:.3g}")
     if repeat:
         first = operands.y.storage.clone()
-        operands.y.poison(product.dtype)
+        operands.y.poison(product.y_dtype)
         setting.runner.run(operands, plan)
         bits = torch.int16 if first.element_size() == 2 else torch.int32
         if not torch.equal(first.view(bits), operands.y.storage.view(bits)):
@@ -271,6 +295,11 @@ def _random_product(rng: np.random.Generator, small: bool) -> Product:
     bytes_each = 4 if dtype == "f32" else 2
     aligns = [a for a in (16, 16, 8, 4, 2) if a >= bytes_each]
     batch, a_map, b_map = pick(MAPS) if rng.random() < 0.4 else MAPS[0]
+    following = _epilogue(int(rng.integers(300)))
+    if rng.random() < 0.15:
+        following = {"gated": True, "activation": pick(ACTIVATIONS)}
+    elif dtype != "f32" and rng.random() < 0.1:
+        following = {"wide": True}
     high = (40, 40, 100) if small else (3000, 3000, 8000)
     return Product(
         size(high[0]), size(high[1]), size(high[2]), dtype,
@@ -278,8 +307,7 @@ def _random_product(rng: np.random.Generator, small: bool) -> Product:
         batch, bool(rng.random() < 0.3), bool(rng.random() < 0.3), a_map, b_map,
         pick(aligns), pick(aligns), pick(aligns), pick((*BIASES, "matrix")),
         alpha=pick((1.0, 0.25, -2.0)), beta=pick((1.0, 0.5, -1.0)),
-        packed=bool(rng.random() < 0.5), special=bool(rng.random() < 0.1),
-        **_epilogue(int(rng.integers(300))),
+        packed=bool(rng.random() < 0.5), special=bool(rng.random() < 0.1), **following,
     )  # fmt: skip
 
 

@@ -55,3 +55,8 @@ def finished(
     if r is not None and residual == Residual.MULTIPLIED:
         x = x * r
     return x
+
+
+def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Of each pair of neighbouring columns the product, the even one with its activation."""
+    return activated(x[..., 0::2], activation) * x[..., 1::2]

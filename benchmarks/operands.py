@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.epilogues import ALPHA, BETA, STEEPEST, finished
+from benchmarks.epilogues import ALPHA, BETA, STEEPEST, activated, finished, gated
 from moonpoly_ort import native
 from moonpoly_ort.errors import ProblemError
 from moonpoly_ort.tuning import Shape
@@ -45,7 +45,7 @@ def error_limit(dtype: str, precision: str, k: int) -> float:
 @dataclass(frozen=True)
 class Product:
     """Y[z] = act(alpha * op(A[(z // a_div) % a_mod]) @ op(B[(z // b_div) % b_mod]) + beta * C),
-    and R as `residual` says.
+    and R as `residual` says; gated and wide as in `mp_problem`.
 
     `align_*` are exact: the largest power of two, in bytes and up to 16, that divides the base
     pointer, the row pitch, the batch stride and the length of a stored row; `fitted` makes the
@@ -72,6 +72,16 @@ class Product:
     special: bool = False  # NaN, Inf and -Inf among the operands
     activation: native.Activation = native.Activation.NONE
     residual: native.Residual = native.Residual.NONE
+    gated: bool = False
+    wide: bool = False
+
+    @property
+    def y_dtype(self) -> str:
+        return "f32" if self.wide else self.dtype
+
+    @property
+    def y_columns(self) -> int:
+        return self.n // 2 if self.gated else self.n
 
     @property
     def limit(self) -> float:
@@ -81,7 +91,8 @@ class Product:
         """The product with sizes rounded up to what the alignment of its stored rows asks for."""
         units = [align // DTYPES[self.dtype].itemsize for align in self.aligns]
         m = _round_up(self.m, units[0] if self.trans_a else 1)
-        n = _round_up(self.n, max(units[2], 1 if self.trans_b else units[1]))
+        unit_n = units[2] * (2 if self.gated else 1)
+        n = _round_up(self.n, max(unit_n, 1 if self.trans_b else units[1]))
         k = _round_up(self.k, max(1 if self.trans_a else units[0], units[1] if self.trans_b else 1))
         return replace(self, m=m, n=n, k=k)
 
@@ -105,6 +116,7 @@ class Product:
             parts.append(self.activation.name.lower())
         if self.residual:
             parts.append(f"residual {self.residual.name.lower()}")
+        parts += [name for name in ("gated", "wide") if getattr(self, name)]
         return " ".join(parts)
 
 
@@ -136,14 +148,17 @@ class Stack:
 
     @staticmethod
     def allocate(
-        count: int, rows: int, columns: int, dtype: str, align: int, packed: bool, device: str
-    ) -> Stack:
-        """A stack filled with the pattern; not packed, its base lies off every alignment above."""
-        size = DTYPES[dtype].itemsize
+        count: int, rows: int, columns: int, dtype: str, align: int, packed: bool, device: str,
+        of: str = "",
+    ) -> Stack:  # fmt: skip
+        """A stack filled with the pattern; not packed, its base lies off every alignment above. Its
+        rows have their alignment as if they were of the type `of`, by default of their own.
+        """
+        size = DTYPES[of or dtype].itemsize
         slack = 0 if packed else 1 + rows % 3
         pitch = pitch_for(columns, size, align, slack)
         stride = rows * pitch + (0 if packed else pitch_for(1, size, align))
-        start = GUARD + (0 if packed else align // size)
+        start = GUARD + (0 if packed else max(1, align // DTYPES[dtype].itemsize))
         elements = start + count * stride + GUARD
         bits = torch.full((elements,), PATTERNS[dtype], dtype=BITS[dtype], device=device)
         storage = bits.view(DTYPES[dtype])
@@ -207,7 +222,9 @@ class Operands:
         b_count = min(p.b_map[1], -(-p.batch // p.b_map[0])) if p.batch else 0
         a = Stack.allocate(a_count, a_rows, a_columns, p.dtype, p.align_a, p.packed, device)
         b = Stack.allocate(b_count, b_rows, b_columns, p.dtype, p.align_b, p.packed, device)
-        y = Stack.allocate(p.batch, p.m, p.n, p.dtype, p.align_c, p.packed, device)
+        y = Stack.allocate(
+            p.batch, p.m, p.y_columns, p.y_dtype, p.align_c, p.packed, device, p.dtype
+        )
         a.fill(generator, p.special)
         b.fill(generator)
         c = None
@@ -241,8 +258,10 @@ class Operands:
         return 0 if self.r is None else self.r.pointer
 
     def reference(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Y in float64, of shape (batch, rows, n)."""
+        """Y in float64, of shape (batch, rows, n), or half as many columns."""
         p = self.product
+        if p.gated:
+            return gated(self._linear(rows), p.activation)
         r = None if self.r is None else self.r.view[:, rows].double()
         return finished(self._linear(rows), p.activation, p.residual, r)
 
@@ -269,13 +288,26 @@ class Operands:
         An activation may leave less of the outputs than of their errors.
         """
         p = self.product
-        if not (p.activation or p.residual):
+        if not (p.activation or p.residual or p.gated):
             return self._linear_limit(reference)
         linear = self._linear()
+        if p.gated:
+            return self._gated_limit(linear, reference)
         through = linear * self.r.view.double() if self.r and p.residual == 3 else linear
         out, inside = (float(x.nan_to_num(0, 0, 0).norm()) for x in (reference, through))
         least = self._linear_limit(linear)
         return least * (1 + STEEPEST * inside / out) if out else math.inf
+
+    def _gated_limit(self, linear: torch.Tensor, reference: torch.Tensor) -> float:
+        """Each factor's error counts with the other one, the gate's by its activation's slope."""
+        activation = self.product.activation
+        gates, values = linear[..., 0::2], linear[..., 1::2]
+        above, below = (activated(gates + step, activation) for step in (1e-4, -1e-4))
+        parts = ((above - below) / 2e-4 * values, activated(gates, activation), linear, reference)
+        slopes, shares, sums, out = (float(x.nan_to_num(0, 0, 0).norm()) for x in parts)
+        typical = sums / max(linear.numel(), 1) ** 0.5
+        least = self._linear_limit(linear)
+        return least * (1 + typical * math.hypot(slopes, shares) / out) if out else math.inf
 
     def _linear_limit(self, reference: torch.Tensor) -> float:
         p = self.product
@@ -302,6 +334,7 @@ def _fields(p: Product, a: Stack, b: Stack, y: Stack, c: Stack | None) -> dict[s
         "bias": BIAS_CODES[p.bias], "bias_stride_m": bias_m, "bias_stride_n": bias_n,
         "alpha": p.alpha, "beta": p.beta if c else 0.0,
         "activation": p.activation, "residual": p.residual, "act_alpha": ALPHA, "act_beta": BETA,
+        "gated": int(p.gated), "wide": int(p.wide),
     }  # fmt: skip
 
 

@@ -50,6 +50,33 @@ def test_the_reference_is_the_product(product: Product) -> None:
     assert torch.equal(operands.reference(slice(1, 3)), operands.reference()[:, 1:3])
 
 
+def test_the_reference_of_a_gated_product_and_of_one_in_fp32() -> None:
+    gated = Product(3, 8, 9, align_a=2, align_b=2, align_c=2, gated=True)
+    gated = replace(gated, activation=native.Activation.SIGMOID)
+    operands = Operands.allocate(gated, "cpu")
+    linear = operands._linear().numpy()
+    want = linear[..., 1::2] / (1 + np.exp(-linear[..., 0::2]))
+    np.testing.assert_allclose(operands.reference().numpy(), want, rtol=1e-12)
+    assert operands.y.view.shape == (1, 3, 4)
+    assert relative_error(operands.reference().half(), operands.reference()) < 1e-3
+    wide = Operands.allocate(Product(3, 8, 9, align_a=2, align_b=2, align_c=2, wide=True), "cpu")
+    assert (wide.y.view.dtype, wide.y.stray_writes("f32")) == (torch.float32, 0)
+    assert wide.limit(wide.reference()) == wide.product.limit
+
+
+@pytest.mark.parametrize("align", [2, 4, 8, 16])
+@pytest.mark.parametrize("form", [{}, {"gated": True}, {"wide": True}])
+def test_rows_of_y_have_the_alignment_of_the_product_s_type(
+    form: dict[str, bool], align: int
+) -> None:
+    product = Product(5, 7, 9, align_a=2, align_b=2, align_c=align, **form).fitted()
+    operands = Operands.allocate(product, "cpu")
+    assert product.n % (2 if product.gated else 1) == 0
+    assert math.gcd(2 * operands.y.pitch, 2 * product.y_columns, 16) >= align
+    assert operands.y.pointer % align == 0
+    assert operands.problem.ldc == operands.y.pitch
+
+
 @pytest.mark.parametrize("align", [2, 4, 8, 16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_operands_have_exactly_the_alignment_asked_for(align: int, packed: bool) -> None:
