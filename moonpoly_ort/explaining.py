@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -12,7 +13,7 @@ import onnx
 from . import conv_planning, devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
 from .graph_passes.domain import DOMAIN
-from .graph_passes.operators import BASES, OPERATORS, Operator, Residual
+from .graph_passes.operators import BASES, OPERATORS, Base, Operator, Residual
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
 
 if TYPE_CHECKING:
@@ -222,12 +223,13 @@ def explain(
 def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Turns our nodes into marked standard ones, in place; copies of the originals, by mark."""
     originals: list[onnx.NodeProto] = []
+    special: dict[str, Base] = {}
     bodies = [model.graph.node, *(f.node for f in model.functions if f.domain != DOMAIN)]
     for node in (node for body in bodies for node in all_nodes(body)):
         if node.domain == DOMAIN:
             operator = OPERATORS[node.op_type]
             base = BASES[operator.base]
-            # What follows the product changes no shape.
+            # What follows the product changes no shape, but for that of special bases.
             del node.input[len(base.inputs) - base.has_vector :]
             for extra in [a for a in node.attribute if a.name not in base.attributes]:
                 node.attribute.remove(extra)
@@ -238,10 +240,40 @@ def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
             mark(node, len(originals))
             node.domain, node.op_type = "", operator.standard
             originals.append(copy)
+            if base.gated or base.to_float:
+                special[node.name] = base
+    for body in bodies:
+        _give_outputs_of(special, body)
     kept = [function for function in model.functions if function.domain != DOMAIN]
     del model.functions[:]
     model.functions.extend(kept)
     return originals
+
+
+def _give_outputs_of(special: Mapping[str, Base], body: MutableSequence[onnx.NodeProto]) -> None:
+    """Puts nodes behind products, by their names, that give them the shapes and types of the
+    outputs which they had."""
+    for index in reversed(range(len(body))):
+        node = body[index]
+        for attribute in node.attribute:
+            for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
+                _give_outputs_of(special, graph.node)
+        base = special.get(node.name)
+        if base is None:
+            continue
+        output = node.output[0]
+        node.output[0] = f"{output}/product"
+        behind = onnx.helper.make_node(
+            "Cast", [node.output[0]], [output], to=onnx.TensorProto.FLOAT
+        )
+        if base.gated:
+            numbers = [f"{output}/{what}" for what in ("starts", "ends", "axes", "steps")]
+            behind = onnx.helper.make_node("Slice", [node.output[0], *numbers], [output])
+            for name, value in zip(numbers, (0, 2**31 - 1, -1, 2), strict=True):
+                tensor = onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value])
+                constant = onnx.helper.make_node("Constant", [], [name], value=tensor)
+                body.insert(index + 1, constant)
+        body.insert(index + 1 + (len(numbers) if base.gated else 0), behind)
 
 
 def _device(gpu: str | None) -> native.Device:
@@ -303,6 +335,18 @@ def _add_epilogue(problem: native.Problem, operator: Operator, columns: int, bet
     codes = {code.name.replace("_", ""): code for code in native.Activation}
     problem.activation = codes[operator.activation.upper() or "NONE"]
     problem.residual = list(Residual).index(operator.residual)
+    problem.wide = BASES[operator.base].to_float
+    if BASES[operator.base].gated:
+        _gate(problem)
+
+
+def _gate(problem: native.Problem) -> None:
+    """As the ops do where Y has a column for two of the product."""
+    outputs = problem.n // 2
+    unit = 16 // (4 if problem.dtype == native.Dtype.F32 else 2)
+    problem.gated, problem.ldc = 1, outputs if problem.m > 1 else -(-outputs // unit) * unit
+    problem.c_batch_stride = problem.m * outputs
+    problem.align_c = math.gcd(outputs, unit) * 16 // unit
 
 
 def _plan_convolution(

@@ -291,3 +291,45 @@ def test_what_follows_a_product_counts_in_its_plan(monkeypatch: pytest.MonkeyPat
     assert (problem.bias, problem.bias_stride_n) == (native.Bias.VECTOR, 1)
     assert problem.activation == native.Activation.LEAKY_RELU
     assert problem.residual == native.Residual.BEFORE
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_gated_products_and_results_in_fp32(
+    rewritten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes behind them have the shapes that their outputs give."""
+    planned = []
+    plain = native.Pack.plan
+
+    def recorded(
+        pack: native.Pack, device: native.Device, problem: native.Problem, **options: int
+    ) -> native.Plan:
+        planned.append(native.Problem.from_buffer_copy(problem))
+        return plain(pack, device, problem, **options)
+
+    monkeypatch.setattr(native.Pack, "plan", recorded)
+    text = """
+        <ir_version: 8, opset_import: ["" : 17]>
+        mlp (float16[n, 64] x) => (float[n, 40] y)
+        {
+            a = MatMul (x, g)
+            s = Sigmoid (a)
+            t = Mul (a, s)
+            u = MatMul (x, v)
+            h = Mul (t, u)
+            w = MatMul (h, d)
+            y = Cast <to: int = 1> (w)
+        }
+    """
+    model = parser.parse_model(text)
+    for name, shape in (("g", (64, 96)), ("v", (64, 96)), ("d", (96, 40))):
+        values = np.zeros(shape, np.float16)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(values, name))
+    if rewritten:
+        model = moonpoly_ort.rewrite(model).model
+        assert [node.op_type for node in model.graph.node] == ["MatMulGatedSilu", "MatMulToFloat"]
+    plans = explain(model, {"x": (37, 64)}, gpu="H200")
+    assert [(plan.m, plan.n, plan.k) for plan in plans] == [(37, 192, 64), (37, 40, 96)]
+    gated, wide = planned[0], planned[-1]
+    assert (gated.gated, gated.ldc, gated.activation) == (1, 96, native.Activation.SILU)
+    assert (wide.wide, wide.gated, wide.ldc) == (1, 0, 40)
