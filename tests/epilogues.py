@@ -96,3 +96,14 @@ def gated(x: Array, activation: Activation, alpha: float = 0.0, beta: float = 0.
 
 # What a gated product may have for its gates.
 GATES = [("", Activation.NONE), *ACTIVATIONS.items()]
+# Every operator of a product by its name, and those of them that have no fp32.
+TO_FLOAT = [f"{base}ToFloat" for base in ("MatMul", "MatMulBias", "Gemm")]
+PRODUCTS = [
+    *(
+        base + name
+        for base in ("MatMul", "MatMulBias", "ScaledMatMul", "ScaledMatMulBias", "Gemm")
+        for name, _, _ in AFTER_PRODUCTS
+    ),
+    *(base + name for base in ("MatMulGated", "MatMulGatedBias") for name, _ in GATES),
+    *TO_FLOAT,
+]

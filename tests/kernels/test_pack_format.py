@@ -94,7 +94,7 @@ def _patch(offset: int, value: bytes) -> Callable[[bytes], bytes]:
         (lambda data: b"", "is not a kernel pack"),
         (lambda data: data[:100], "is not a kernel pack"),
         (lambda data: b"ELF" + data[3:], "is not a kernel pack"),
-        (_patch(8, b"\x01"), "pack version 1, while this release reads 4"),
+        (_patch(8, b"\x01"), "pack version 1, while this release reads 6"),
         (lambda data: data[:-1], "truncated"),
         (lambda data: data + b"\0", "truncated"),
         (_patch(HEADER.itemsize + 5, b"\xff"), "corrupt"),

@@ -64,7 +64,7 @@ def test_flipped_byte(tmp_path: Path, offset: int) -> None:
 def test_other_version_names_both(tmp_path: Path) -> None:
     data = bytearray(pack_bytes(KERNELS))
     data[8] = 7
-    with pytest.raises(errors.PackError, match=r"version 7.*reads version 5"):
+    with pytest.raises(errors.PackError, match=r"version 7.*reads version 6"):
         opened(tmp_path / "p.mpk", bytes(data))
 
 

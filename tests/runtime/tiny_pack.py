@@ -189,7 +189,7 @@ def pack_bytes(
 ) -> bytes:
     """`vendor`: what every table says of cuBLASLt."""
     kernels = list(kernels)
-    header = native.PackHeader(magic=b"MOONPACK", version=5, sm=sm, key=b"0" * 64, triton=b"tiny")
+    header = native.PackHeader(magic=b"MOONPACK", version=6, sm=sm, key=b"0" * 64, triton=b"tiny")
     header.header_bytes = ctypes.sizeof(header)
     params: list[int] = []
     records = []
