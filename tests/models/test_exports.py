@@ -39,9 +39,9 @@ FUSED: Mapping[str, Mapping[str, int]] = {
     "resnet50_op18": {"ConvNoBiasRelu": 33, "ConvNoBiasAddRelu": 16, "ConvNoBias": 4},
     "mobilenet_op18": {"ConvNoBiasClip": 35, "ConvNoBiasAdd": 10, "ConvNoBias": 7},
     "llama_op21": {
-        "MatMul": 9, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulSilu": 2, "MatMulMul": 2,
+        "MatMul": 9, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulGatedSilu": 2,
     },
-    "llama_op23": {"MatMul": 7, "MatMulAdd": 4, "MatMulSilu": 2, "MatMulMul": 2},
+    "llama_op23": {"MatMul": 7, "MatMulAdd": 4, "MatMulGatedSilu": 2},
     "gpt2_op22": {
         "MatMul": 5, "ScaledMatMul": 2, "MatMulGeluTanh": 2, "MatMulAdd": 2, "Gemm": 2,
     },
