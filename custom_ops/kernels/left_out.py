@@ -110,10 +110,12 @@ _SM_90 = {
         128x128x64_w12_s7_sliced 128x128x64_w8_s3 192x128x64_w16_s4_split 256x128x64_w12_s4
         256x64x64_w12_s4 64x128x128_w8_s4_sliced 64x128x64_w8_s4 64x192x64_w8_s7_sliced
         64x256x64_w8_s5 64x32x128_w8_s8_sliced 64x64x128_w8_s7_sliced
+        128x128x64_w12_s6_pingpong
     """,
     "gemm_ws_f16_nt": """
         128x128x64_w8_s3 192x192x64_w16_s4 256x64x64_w12_s4 64x192x64_w8_s7_sliced 64x256x64_w8_s5
         64x32x128_w8_s8_sliced
+        128x128x64_w12_s6_pingpong 128x64x64_w12_s8_pingpong
     """,
     "gemm_ws_f32_nt": """
         128x192x32_w12_s4 128x256x32_w12_s4 256x128x32_w12_s4 64x128x32_w8_s4

@@ -4,7 +4,8 @@ Backward elimination, class by class (dtype, precision, layout). The loss of a s
 the shapes of log(best time within the set / best time of all). Again and again the kernel whose
 removal costs least goes, as long as the loss stays within `MEAN_LOSS` and no shape loses more than
 `WORST_LOSS`. What no timing speaks of stays: kernels that were not timed, those with a matrix C,
-those that multiply copies, and those without which some problem would have no kernel at all.
+those that multiply copies, those that hide an activation behind products (products alone are
+timed), and those without which some problem would have no kernel at all.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def _eliminate(kernels: list[native.KernelRecord], shapes: list[list[Timed]]) ->
     fixed = np.array([bool(kernel.bias_matrix) for kernel in kernels])
     # Those that multiply copies of operands are timed on operands as they are stored.
     fixed |= np.array([kernel.family == native.Family.GEMM_TMA_MASKED for kernel in kernels])
+    fixed |= np.array([bool(kernel.pingpong) for kernel in kernels])
     fixed |= ~np.isfinite(times).any(axis=0)
     needs = _problems(kernels)
     while True:
