@@ -143,7 +143,7 @@ def _sessions(setting: Setting, record: Recorder) -> None:
         record.check("the table lets it win", plan.regions[0].kernel == native.VENDOR)
     for name, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16), ("f32", torch.float32)):
         model = Chain.make([192, 200, 2048, 131], dtype)
-        session = our_session(model.model, provider)
+        session = our_session(model.model, provider, vendor=True)
         worst, equal = 0.0, True
         for rows in (1, 37, 128, 500, 37):
             x = torch.randn(rows, 192).to(dtype).to(device)
@@ -158,7 +158,7 @@ def _sessions(setting: Setting, record: Recorder) -> None:
         record.check(f"{name} session: error", worst <= limit, worst, limit)
         record.check(f"{name} session: same bits again", equal)
     model = Chain.make([8192, 512, 8192], torch.float16)
-    session = our_session(model.model, provider, enable_cuda_graph="1")
+    session = our_session(model.model, provider, vendor=True, enable_cuda_graph="1")
     x = torch.randn(16, 8192).half().to(device)
     y = torch.full((16, 8192), float("nan"), dtype=x.dtype, device=device)
     bound, worst = Bound(session, provider, {"x": x}, {"y": y}), 0.0

@@ -83,6 +83,7 @@ def our_session(
     precision: Precision = "tf32",
     cuda_graphs: int | moonpoly_ort.GraphLimits = 0,
     rules: Sequence[str] | None = None,
+    vendor: bool | None = None,
     **provider_options: str,
 ) -> ort.InferenceSession:
     """`moonpoly_ort.InferenceSession`: the model is rewritten, by `rules` if they are named, and
@@ -97,7 +98,7 @@ def our_session(
     return moonpoly_ort.InferenceSession(
         source, options or session_options(), providers=provider.listed(**provider_options),
         backend="cuda" if provider.is_cuda else "auto", precision=precision, pack=provider.pack,
-        cuda_graphs=cuda_graphs if provider.is_cuda else 0,
+        vendor=vendor, cuda_graphs=cuda_graphs if provider.is_cuda else 0,
         rewrite=rules is None,
     )  # fmt: skip
 

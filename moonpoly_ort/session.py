@@ -49,7 +49,7 @@ class Registration:
     backend: str
     precision: str
     pack: str
-    vendor: str = "auto"  # moonpoly.vendor
+    vendor: str = "0"  # moonpoly.vendor
 
     def __str__(self) -> str:
         return (
@@ -96,9 +96,9 @@ def register(
             CPU (slow).
         precision: how fp32 is multiplied: `tf32` as ONNX Runtime's CUDA provider does, or `ieee`.
         pack: a kernel pack (see `moonpoly pack`); by default it is found, or built into the cache.
-        vendor: whether cuBLASLt is a candidate beside our kernels. By default it is where the pack
-            holds its timings on this GPU and the library is there; True makes it an error where
-            not; False leaves everything to our kernels.
+        vendor: whether cuBLASLt is a candidate beside our kernels, by default not: a product that
+            it has not seen costs the host 0.2 to 3 ms. True makes it an error where the pack does
+            not hold its timings on this GPU, or the library is not there.
         device_id: the GPU that the session will use.
 
     Returns:
@@ -153,6 +153,7 @@ def _resolve(
     pack: str | os.PathLike[str] | None,
     vendor: bool | None,
     device_id: int,
+    shapes: str = "changing",
 ) -> Registration | None:
     """The registration for this machine; None, said once, where `auto` leaves the ops to ONNX
     Runtime.
@@ -162,7 +163,9 @@ def _resolve(
     _check_switch(vendor)
     if backend == "interpreter":
         return Registration(backend, precision, _pack_for_interpreter(pack))
-    switch = "auto" if vendor is None else str(int(vendor))
+    switch = "auto" if shapes == "repeating" else "0"
+    if vendor is not None:
+        switch = str(int(vendor))
     try:
         return Registration("cuda", precision, _pack_for_device(pack, device_id), switch)
     except MoonPolyError as error:
@@ -266,7 +269,8 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
     on them (they can serve several sessions, with the same settings).
 
     Args:
-        backend, precision, pack, vendor: as for `register`.
+        backend, precision, pack: as for `register`.
+        vendor: as for `register`; for shapes that repeat, by default wherever it can be had.
         rewrite: False loads the model as it is (for one that is already rewritten).
         cuda_graphs: how many CUDA graphs to keep, or their limits in full; 0 for none. A shape of
             inputs that is seen again is captured, and replayed from then on. Runs then take place
@@ -275,7 +279,8 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         optimize: a graph optimizer to run before the rewrite, as for `moonpoly_ort.rewrite`.
         shapes: what is to be expected of the inputs, where our kernels run on CUDA. `changing`
             keeps ONNX Runtime's fused attention from making a plan of cuDNN for every new length,
-            which takes it 45 ms; `repeating` lets it, for few lengths that come again and again.
+            which takes it 45 ms, and products from cuBLASLt; `repeating` lets both, for few shapes
+            that come again and again.
             The CUDA provider's own `sdpa_kernel` goes before it.
 
     Attributes:
@@ -341,7 +346,8 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             )
         registration = None
         if backend == "interpreter" or device_id is not None:
-            registration = _resolve(backend, precision, pack, vendor, device_id or 0)
+            shapes = self._request.shapes
+            registration = _resolve(backend, precision, pack, vendor, device_id or 0, shapes)
         else:
             _check("backend", backend, ("auto", "cuda", "interpreter"))
             _check("precision", precision, ("tf32", "ieee"))

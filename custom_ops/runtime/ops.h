@@ -25,7 +25,7 @@ enum class VendorUse { kAuto, kOff, kOn };
 struct Settings {
   Backend backend = Backend::kAuto;
   int32_t precision = MP_TF32;
-  VendorUse vendor = VendorUse::kAuto;
+  VendorUse vendor = VendorUse::kOff;
   bool repack = true;                     // constant weights, where their rows ask for it
   std::string pack_path;                  // empty: search
   std::vector<std::string> pack_folders;  // in order
