@@ -90,7 +90,8 @@ FUSED = {
     "mm_scale_add_gelu": ["ScaledMatMulBiasGelu"],
     "names_dup": ["MatMul", "MatMulRelu"],
     "unsorted": ["MatMulBias"],
-    "fp16_mixed": ["MatMulBias"],
+    "fp16_mixed": ["MatMulBiasToFloat"],
+    "bf16": ["MatMulToFloat"],
 }
 """Cases in which something is fused, and into what; in the others nothing may be."""
 
