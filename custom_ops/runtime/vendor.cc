@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "error.h"
+#include "hash.h"
 #include "pack.h"
 #include "stats.h"
 
@@ -113,18 +114,7 @@ struct Vendor::Product {
   }
 };
 
-size_t Vendor::Hash::operator()(const Product& product) const {
-  static_assert(sizeof(Product) % sizeof(uint64_t) == 0,
-                "hashed by words, of which none is padding");
-  uint64_t words[sizeof(Product) / sizeof(uint64_t)];
-  std::memcpy(words, &product, sizeof product);
-  uint64_t hash = 0;
-  for (uint64_t word : words) {
-    hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
-    hash ^= hash >> 32;
-  }
-  return hash;
-}
+size_t Vendor::Hash::operator()(const Product& product) const { return hash_of(product); }
 
 namespace {
 

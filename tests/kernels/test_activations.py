@@ -91,26 +91,31 @@ def test_every_residual_of_every_family(
     ).check()  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_random_epilogues(data: st.DataObject) -> None:
-    draw = data.draw
+def drawn_spec(draw: st.DrawFn) -> KernelSpec:
+    """A kernel of any family that the interpreter has."""
     family = draw(st.sampled_from(FAMILIES[:3]))
     dtype = draw(st.sampled_from(list(Dtype)))
     split_k = draw(st.booleans())
-    spec = spec_of(
+    return spec_of(
         family, dtype, split_k=split_k, swap=draw(st.booleans()),
         warps=draw(st.sampled_from([1, 2, 4])),
         bias_matrix=draw(st.booleans()) and not split_k,
     )  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_epilogues(data: st.DataObject) -> None:
+    draw = data.draw
+    spec = drawn_spec(draw)
     activation = draw(st.sampled_from(list(Activation)))
     alpha, beta = NUMBERS.get(activation, (0.0, 0.0))
     biases = ["none", "scalar", "row", "column", *(["matrix"] if spec.bias_matrix else [])]
     batch = draw(st.integers(1, 3))
     Case(
         spec, draw(st.integers(1, 40)), draw(st.integers(1, 140)), draw(st.integers(0, 40))
-        if not family.tensor_maps else draw(st.integers(1, 40)),
-        batch=batch, a_map=(1, batch), split=draw(st.integers(2, 3)) if split_k else 1,
+        if not spec.family.tensor_maps else draw(st.integers(1, 40)),
+        batch=batch, a_map=(1, batch), split=draw(st.integers(2, 3)) if spec.split_k else 1,
         alpha=draw(st.sampled_from([1.0, -0.5])), beta=2.0, bias=draw(st.sampled_from(biases)),
         activation=activation, residual=draw(st.sampled_from(list(Residual))),
         act_alpha=alpha, act_beta=beta, slack=draw(st.integers(0, 2)),
@@ -146,22 +151,15 @@ def test_gated_products_of_every_family(family: Family, activation: Activation) 
 @given(data=st.data())
 def test_random_gated_and_wide_products(data: st.DataObject) -> None:
     draw = data.draw
-    family = draw(st.sampled_from(FAMILIES[:3]))
-    dtype = draw(st.sampled_from(list(Dtype)))
-    split_k = draw(st.booleans())
-    spec = spec_of(
-        family, dtype, split_k=split_k, swap=draw(st.booleans()),
-        warps=draw(st.sampled_from([1, 2, 4])),
-        bias_matrix=draw(st.booleans()) and not split_k,
-    )  # fmt: skip
-    wide = dtype is not Dtype.F32 and draw(st.booleans())
+    spec = drawn_spec(draw)
+    wide = spec.dtype is not Dtype.F32 and draw(st.booleans())
     activation = draw(st.sampled_from(list(Activation)))
     alpha, beta = NUMBERS.get(activation, (0.0, 0.0))
     biases = ["none", "scalar", "row", "column", *(["matrix"] if spec.bias_matrix else [])]
     batch = draw(st.integers(1, 3))
     Case(
         spec, draw(st.integers(1, 40)), draw(st.integers(1, 70)) * 2, draw(st.integers(1, 40)),
-        batch=batch, a_map=(1, batch), split=draw(st.integers(2, 3)) if split_k else 1,
+        batch=batch, a_map=(1, batch), split=draw(st.integers(2, 3)) if spec.split_k else 1,
         alpha=draw(st.sampled_from([1.0, -0.5])), beta=2.0, bias=draw(st.sampled_from(biases)),
         activation=Activation.NONE if wide else activation, act_alpha=alpha, act_beta=beta,
         gated=not wide, wide=wide, slack=draw(st.integers(0, 2)),
