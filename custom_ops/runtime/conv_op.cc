@@ -142,7 +142,8 @@ class ConvKernel {
   bool is_better_convolved(const Convolution& found, unsigned uses) const {
     const mp_problem& p = found.product.problem;
     constexpr int64_t kHuge = 1 << 24;
-    if (p.align_b == 16 || !found.w_is_a || out_pixels(found.conv) > kHuge) return false;
+    if (p.align_b == 16 || !found.w_is_a) return false;
+    if (out_pixels(found.conv) > kHuge || p.k > kHuge) return false;
     const auto convolved = conv_planner_->planned(found.conv, uses);
     const auto multiplied = planner_->planned(p, uses);
     return convolved->plan.predicted_us < multiplied->plan.predicted_us;

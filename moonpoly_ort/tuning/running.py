@@ -76,8 +76,10 @@ class Options:
                 "one for the sessions of this machine"
             )
         for what, (low, high) in (("rows", self.rows), ("pixels", self.pixels)):
-            if not 1 <= low <= high:
-                raise ArgumentError(f"{what} from {low} to {high}: a range from 1 up is accepted")
+            if not 1 <= low <= high < 1 << 31:
+                raise ArgumentError(
+                    f"{what} from {low} to {high}: a range from 1 up, below 2^31, is accepted"
+                )
 
     @property
     def convolves(self) -> bool:

@@ -20,7 +20,13 @@ from reference import DTYPES
 
 from moonpoly_ort import native
 from moonpoly_ort.errors import ProblemError
-from tests.epilogues import AFTER_CONVOLUTIONS, AFTER_TRANSPOSED, PRODUCTS, TO_FLOAT
+from tests.epilogues import (
+    AFTER_CONVOLUTIONS,
+    AFTER_TRANSPOSED,
+    PRODUCTS,
+    TO_FLOAT,
+    finished,
+)
 
 STREAM = 0x5EED
 Array = npt.NDArray[Any]
@@ -153,6 +159,43 @@ def test_nodes_launch_what_computes_them(
     assert ort.live == {"info": 0, "allocator": 0, "status": 0}
 
 
+EPILOGUES = {
+    "Relu": (native.Activation.RELU, native.Residual.NONE),
+    "Clip": (native.Activation.CLIP, native.Residual.NONE),
+    "Add": (native.Activation.NONE, native.Residual.BEFORE),
+    "AddRelu": (native.Activation.RELU, native.Residual.BEFORE),
+    "SiluAdd": (native.Activation.SILU, native.Residual.AFTER),
+}
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("case", ["plain", "groups", "depthwise", "wide"])
+def test_what_follows_is_launched_too(pack_path: Path, case: str, epilogue: str) -> None:
+    x_shape, w_shape, attributes = CASES[case]
+    activation, residual = EPILOGUES[epilogue]
+    numbers = {}
+    if activation is native.Activation.CLIP:
+        numbers = {"activation_alpha": -0.25, "activation_beta": 0.5}
+    x, w, b = array(*x_shape), array(*w_shape, seed=1), array(w_shape[0], seed=2)
+    want = expected(x, w, b, False, **attributes)
+    r = array(*want.shape, seed=3)
+    want = finished(
+        want.astype(np.float64), activation, residual, -0.25, 0.5,
+        r.array.astype(np.float64) if residual else None,
+    )  # fmt: skip
+    ort = FakeOrt({"moonpoly.pack": str(pack_path)}, attributes=attributes | numbers)
+    ort.register()
+    op = ort.op(f"Conv{epilogue}", native.Dtype.F16)
+    kernel = ort.create(op)
+    driver.fake_reset()
+    context = Context([x, w, b, r] if residual else [x, w, b], x.array.dtype, STREAM)
+    ort.compute(op, kernel, context)
+    execute(pack_path, native.Dtype.F16, False)
+    assert context.output is not None
+    np.testing.assert_allclose(context.output.array, want, rtol=2e-2, atol=2e-2)
+    ort.destroy(op, kernel)
+
+
 def test_ops_are_registered_under_every_name(pack_path: Path) -> None:
     ort = FakeOrt({"moonpoly.pack": str(pack_path)})
     ort.register()
@@ -191,12 +234,13 @@ def test_without_repacking_a_constant_weight_is_read_as_it_is(pack_path: Path) -
 def test_a_region_begins_at_an_image_of_its_own(pack_path: Path) -> None:
     pack = open_pack(pack_path)
     attributes = native.ConvAttributes.of_node(False, pads=[1, 1, 1, 1])
-    x, w, y = array(5, 6, 5, 4), array(8, 6, 3, 3), array(5, 8, 5, 4)
+    x, w, y, r = array(5, 6, 5, 4), array(8, 6, 3, 3), array(5, 8, 5, 4), array(5, 8, 5, 4, seed=1)
     device, problems = native.device_query(0), {}
     for images in (2, 3, 5):
         problems[images] = native.conv_problem(
             [images, 6, 5, 4], [8, 6, 3, 3], attributes, native.Dtype.F16
         ).conv
+        problems[images].residual = native.Residual.BEFORE
     plan = native.Plan()
     for first, images in ((0, 2), (2, 3)):
         (region,) = pack.plan_conv(device, problems[images], flags=1).regions
@@ -206,11 +250,12 @@ def test_a_region_begins_at_an_image_of_its_own(pack_path: Path) -> None:
     driver.fake_reset()
     with native.Launcher(pack) as launcher:
         launcher.launch_conv(
-            problems[5], plan, x=x.address, w=w.address, y=y.address, stream=STREAM
-        )
+            problems[5], plan, x=x.address, w=w.address, y=y.address, residual=r.address,
+            stream=STREAM,
+        )  # fmt: skip
     assert len(launches()) == 2
     execute(pack_path, native.Dtype.F16, False)
-    want = expected(x, w, None, False, pads=[1, 1, 1, 1])
+    want = expected(x, w, None, False, pads=[1, 1, 1, 1]) + r.array
     np.testing.assert_allclose(y.array, want, rtol=2e-2, atol=2e-2)
 
 

@@ -15,13 +15,14 @@ from moonpoly_ort.custom_ops.kernels.spec import Dtype, KernelSpec, Precision
 from reference import view
 
 from moonpoly_ort import native
+from tests.epilogues import finished
 
 Array = npt.NDArray[Any]
 
 
 def size_of(param: Param) -> int:
     pointers = (Param.CONV_X, Param.CONV_W, Param.CONV_Y, Param.CONV_BIAS)
-    others = (Param.PTR_WORKSPACE, Param.PTR_COUNTERS, Param.NULL)
+    others = (Param.PTR_WORKSPACE, Param.PTR_COUNTERS, Param.PTR_RESIDUAL, Param.NULL)
     return 8 if param in pointers + others or param >= Param.CONV_CHANNEL else 4
 
 
@@ -37,6 +38,11 @@ def decode(raw: list[bytes], params: tuple[Param, ...]) -> dict[Param, int]:
         param: struct.unpack("<q" if len(value) == 8 else "<i", value)[0]
         for param, value in zip(params, raw, strict=True)
     }
+
+
+def real(v: dict[Param, int], param: Param) -> float:
+    """A number that `decode` took for an integer."""
+    return float(struct.unpack("<f", struct.pack("<i", v[param]))[0])
 
 
 def axes(values: dict[Param, int], first: Param) -> tuple[int, ...]:
@@ -115,6 +121,15 @@ def compute(
             if v[Param.CONV_HAS_BIAS]:
                 bias = view(v[Param.CONV_BIAS] + g * k * size, (k,), (1,), dtype)
                 y += bias.astype(np.float64)[:, None]
-            target = view(v[Param.CONV_Y] + (n * groups + g) * k * pixels * size, (k, pixels),
-                          (pixels, 1), dtype)  # fmt: skip
+            at = (n * groups + g) * k * pixels * size
+            code = v[Param.ACTIVATION]
+            r = None
+            if code >> 8:
+                r = view(v[Param.PTR_RESIDUAL] + at, (k, pixels), (pixels, 1), dtype)
+                r = r.astype(np.float64)
+            y = finished(
+                y, native.Activation(code & 255), native.Residual(code >> 8),
+                real(v, Param.ACT_ALPHA), real(v, Param.ACT_BETA), r,
+            )  # fmt: skip
+            target = view(v[Param.CONV_Y] + at, (k, pixels), (pixels, 1), dtype)
             target[...] = y.astype(dtype)
