@@ -52,8 +52,8 @@ int32_t precision_of(const std::string& value) {
 }
 
 VendorUse vendor_of(const std::string& value) {
-  // For a product that it has not seen the library takes the host 174 us, and 3 ms for a kernel that
-  // it has not used: more than it saves, unless shapes repeat.
+  // For a product that it has not seen the library takes the host 174 us, and 3 ms for a kernel
+  // that it has not used: more than it saves, unless shapes repeat.
   if (value.empty() || value == "0") return VendorUse::kOff;
   if (value == "auto") return VendorUse::kAuto;
   if (value == "1") return VendorUse::kOn;
