@@ -27,6 +27,7 @@ from benchmarks.summaries import (
 CUDNN = {"cudnn": "cuDNN, best of its heuristics"}
 ORT = {"better": "ONNX Runtime, better mode", "default": "default", "heuristic": "HEURISTIC"}
 MODES = ("default", "heuristic")
+MEMORY = 1.1  # of ONNX Runtime's own at the largest size, at most
 
 
 def _groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
@@ -107,7 +108,23 @@ def summary(
             found[kind] = {label: make(group) for label, group in groups.items()}
     if streams:
         found["streams"] = dict(streams)
+    if memory := memory_of(streams):
+        found["memory"] = memory
     return found
+
+
+def memory_of(streams: Mapping[str, Any]) -> dict[str, Any]:
+    """MiB of each session at the largest size of its stream, and ours over ONNX Runtime's default;
+    empty where one of these two was not measured."""
+    mib = {
+        name.removeprefix("memory_"): outcome["notes"]["MiB"]
+        for name, outcome in streams.items()
+        if name.startswith("memory_") and "MiB" in outcome["notes"]
+    }
+    if not {"ours", "default"} <= mib.keys():
+        return {}
+    share = mib["ours"] / mib["default"]
+    return {"MiB": mib, "ours / default": share, "limit": MEMORY, "passed": share <= MEMORY}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -133,6 +150,13 @@ def markdown(found: Mapping[str, Any]) -> str:
     for dtype, one in found.get("sessions", {}).items():
         lines = [f"### {dtype}, in session: {one['rows']} rows", "", *troubles(one), ""]
         parts.append("\n".join([*lines, *table(one["classes"], ORT)]))
+    if memory := found.get("memory"):
+        mib = ", ".join(f"{name} {value:.0f}" for name, value in memory["MiB"].items())
+        missed = "" if memory["passed"] else " (not reached)"
+        parts.append(
+            f"### GPU memory, MiB\n\n* {mib}: ours / default {memory['ours / default']:.3f}, "
+            f"at most {memory['limit']}{missed}"
+        )
     for name, outcome in found.get("streams", {}).items():
         lines = [f"### {name}: {outcome['status']}", ""]
         if outcome["error"]:

@@ -282,6 +282,23 @@ def test_streams_are_drawn_by_seed() -> None:
     assert len(set(lines)) > 180
 
 
+@pytest.mark.parametrize(("ours", "passed"), [(109.0, True), (111.0, False)])
+def test_memory_is_held_against_onnx_runtimes_own(ours: float, passed: bool) -> None:
+    def outcome(mib: float | None) -> dict[str, Any]:
+        notes = {} if mib is None else {"MiB": mib}
+        return {"status": "passed", "error": None, "checks": [], "notes": notes}
+
+    streams = {
+        "memory_ours": outcome(ours), "memory_default": outcome(100.0),
+        "memory_heuristic": outcome(None),
+    }  # fmt: skip
+    found = conv_summaries.summary([], [], streams)
+    assert found["memory"]["passed"] is passed
+    assert found["memory"]["MiB"] == {"ours": ours, "default": 100.0}
+    assert ("(not reached)" in conv_summaries.markdown(found)) is not passed
+    assert not conv_summaries.memory_of({"memory_ours": outcome(ours)})
+
+
 def test_streams_on_the_cpu(tmp_path: Path) -> None:
     wheels.PP_OCR_RECOGNITION.path()
     setting = Setting(
