@@ -19,7 +19,7 @@ from ..errors import KernelMissingError
 from .cuda import Gpu
 from .device_array import Array, DeviceArray
 from .measuring import DTYPES
-from .product_gate import NAN_WORD, SPLIT, error_limit
+from .product_gate import SPLIT, error_limit, run_twice
 
 GUARD = 128  # elements on either side of each operand; keeps 16-byte alignment
 FAMILIES = {code: family for family, code in FAMILY_CODE.items()}
@@ -123,22 +123,14 @@ def _check(
     outputs = np.full((conv.n, conv.groups, conv.k, *conv.out), np.nan, dtype)
     images, weights = Guarded(gpu, x), Guarded(gpu, packed if conv.w_taps else stored)
     added, out = Guarded(gpu, bias), Guarded(gpu, outputs)
-    workspace, counters = gpu.allocate(plan.workspace_bytes), gpu.allocate(4 * plan.counters)
-    gpu.fill(counters, 4 * plan.counters)
-    results = []
-    for _ in range(2):
-        out.upload()
-        gpu.fill(workspace, plan.workspace_bytes, NAN_WORD)
+
+    def launch(workspace: int, counters: int) -> None:
         launcher.launch_conv(
             conv, plan, x=images.pointer, w=weights.pointer, y=out.pointer, bias=added.pointer,
             workspace=workspace, counters=counters, stream=gpu.stream.value,
         )  # fmt: skip
-        gpu.wait()
-        results.append(out.download())
-    left_over = np.zeros(max(plan.counters, 1), np.int32)
-    gpu.download(counters, left_over[: plan.counters])
-    for pointer in (workspace, counters):
-        gpu.free(pointer)
+
+    results, left_over = run_twice(gpu, plan, out, launch)
     for one in (images, weights, added, out):
         one.free()
 
@@ -153,7 +145,7 @@ def _check(
     limit = error_limit(kernel, conv.c * math.prod(conv.kernel))
     if not error <= limit:
         return f"relative error {error:.2e}, at most {limit:.2e} is right"
-    return "arrival counters were not left at 0" if left_over.any() else ""
+    return "arrival counters were not left at 0" if left_over else ""
 
 
 def _as_stored(conv: native.Conv) -> native.Conv:

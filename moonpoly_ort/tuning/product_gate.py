@@ -8,7 +8,7 @@ before it has passed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -137,23 +137,16 @@ def _check(
         for one in owned:
             one.free()
         return ""  # it does not fit this GPU, so it is never planned
-    workspace, counters = gpu.allocate(plan.workspace_bytes), gpu.allocate(4 * plan.counters)
-    gpu.fill(counters, 4 * plan.counters)
-    before, results = out.contents.copy(), []
-    for _ in range(2):
-        out.upload()
-        gpu.fill(workspace, plan.workspace_bytes, NAN_WORD)
+    before = out.contents.copy()
+
+    def launch(workspace: int, counters: int) -> None:
         launcher.launch(
             problem, plan, a=left.pointer, b=right.pointer, y=out.pointer,
             bias=extra.pointer if case.bias else None, workspace=workspace, counters=counters,
             stream=gpu.stream.value,
         )  # fmt: skip
-        gpu.wait()
-        results.append(out.download())
-    left_over = np.zeros(max(plan.counters, 1), np.int32)
-    gpu.download(counters, left_over[: plan.counters])
-    for pointer in (workspace, counters):
-        gpu.free(pointer)
+
+    results, left_over = run_twice(gpu, plan, out, launch)
     for one in owned:
         one.free()
 
@@ -162,11 +155,32 @@ def _check(
     exact = case.alpha * (a.astype(np.float64) @ b.astype(np.float64))
     if case.bias:
         exact += case.beta * extra.view.astype(np.float64)
-    return _verdict(out, before, results, exact, error_limit(kernel, k), int(left_over.any()))
+    return _verdict(out, before, results, exact, error_limit(kernel, k), left_over)
+
+
+def run_twice(
+    gpu: Gpu, plan: native.Plan, out: DeviceArray, launch: Callable[[int, int], None]
+) -> tuple[list[Array], bool]:
+    """What `launch(workspace, counters)` leaves in `out` each time, which starts as it was made,
+    the workspace as NaN; and whether a counter is left."""
+    workspace, counters = gpu.allocate(plan.workspace_bytes), gpu.allocate(4 * plan.counters)
+    gpu.fill(counters, 4 * plan.counters)
+    results = []
+    for _ in range(2):
+        out.upload()
+        gpu.fill(workspace, plan.workspace_bytes, NAN_WORD)
+        launch(workspace, counters)
+        gpu.wait()
+        results.append(out.download())
+    left_over = np.zeros(max(plan.counters, 1), np.int32)
+    gpu.download(counters, left_over[: plan.counters])
+    for pointer in (workspace, counters):
+        gpu.free(pointer)
+    return results, bool(left_over.any())
 
 
 def _verdict(
-    out: Matrices, before: Array, results: list[Array], exact: Array, limit: float, counters: int
+    out: Matrices, before: Array, results: list[Array], exact: Array, limit: float, left_over: bool
 ) -> str:
     first, second = (result.view(np.uint8) for result in results)
     if not np.array_equal(first, second):
@@ -183,4 +197,4 @@ def _verdict(
     error = float(np.linalg.norm(y - exact) / np.linalg.norm(exact))
     if not error <= limit:
         return f"relative error {error:.2e}, at most {limit:.2e} is right"
-    return "arrival counters were not left at 0" if counters else ""
+    return "arrival counters were not left at 0" if left_over else ""
