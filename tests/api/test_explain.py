@@ -262,17 +262,23 @@ def test_shapes_that_do_not_fit_a_gemm() -> None:
     assert (transposed.m, transposed.n, transposed.k) == (2, 4, 3)
 
 
-def test_what_follows_a_product_counts_in_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = []
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[native.Problem]:
+    """The problems that are planned from now on."""
+    problems = []
     plain = native.Pack.plan
 
     def recorded(
         pack: native.Pack, device: native.Device, problem: native.Problem, **options: int
     ) -> native.Plan:
-        planned.append(native.Problem.from_buffer_copy(problem))
+        problems.append(native.Problem.from_buffer_copy(problem))
         return plain(pack, device, problem, **options)
 
     monkeypatch.setattr(native.Pack, "plan", recorded)
+    return problems
+
+
+def test_what_follows_a_product_counts_in_its_plan(planned: list[native.Problem]) -> None:
     text = """
         <ir_version: 8, opset_import: ["" : 17, "ai.moonpoly" : 1]>
         g (float[37, 64] a, float[64, 40] b, float[40] c, float[37, 40] r) => (float[37, 40] y)
@@ -294,20 +300,8 @@ def test_what_follows_a_product_counts_in_its_plan(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("rewritten", [False, True])
-def test_gated_products_and_results_in_fp32(
-    rewritten: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gated_products_and_results_in_fp32(rewritten: bool, planned: list[native.Problem]) -> None:
     """Nodes behind them have the shapes that their outputs give."""
-    planned = []
-    plain = native.Pack.plan
-
-    def recorded(
-        pack: native.Pack, device: native.Device, problem: native.Problem, **options: int
-    ) -> native.Plan:
-        planned.append(native.Problem.from_buffer_copy(problem))
-        return plain(pack, device, problem, **options)
-
-    monkeypatch.setattr(native.Pack, "plan", recorded)
     text = """
         <ir_version: 8, opset_import: ["" : 17]>
         mlp (float16[n, 64] x) => (float[n, 40] y)
