@@ -280,7 +280,8 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         shapes: what is to be expected of the inputs, where our kernels run on CUDA. `changing`
             keeps ONNX Runtime's fused attention from making a plan of cuDNN for every new length,
             which takes it 77 ms in a BERT-base, and products from cuBLASLt; `repeating` lets both,
-            for few shapes that come again and again. The CUDA provider's own `sdpa_kernel` goes before it.
+            for few shapes that come again and again. The CUDA provider's own `sdpa_kernel` goes
+            before it.
 
     Attributes:
         moonpoly_report: the report of the rewrite, None where nothing was rewritten.
