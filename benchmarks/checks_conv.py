@@ -34,6 +34,7 @@ def _need_kernels(pack: native.Pack) -> None:
 
 def kernels(setting: Setting, record: Recorder) -> None:
     """Every conv kernel, forced, on odd parameters against float64."""
+    setting = setting.without_tables()
     pack = setting.pack
     _need_kernels(pack)
     records = [

@@ -7,7 +7,7 @@ import lzma
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,6 +49,11 @@ class Setting:
     @cached_property
     def pack(self) -> native.Pack:
         return native.Pack(self.pack_path)
+
+    def without_tables(self) -> Setting:
+        """The same with the kernels alone: those that a table excludes cannot be forced."""
+        alone = packs.write_with_tables(self.pack_path, self.work / "kernels_alone.mpk", [])
+        return replace(self, pack_path=alone)
 
     @cached_property
     def device(self) -> native.Device:

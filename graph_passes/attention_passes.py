@@ -12,6 +12,7 @@ import onnx
 from . import (
     attention_mask,
     attention_views,
+    grouped_heads,
     merged_products,
     packed_attention,
     projection_bias,
@@ -34,6 +35,7 @@ _NEIGHBOURS: tuple[Pass, ...] = (
     ("projection_bias", projection_bias.move),
     ("rotary_embedding", rotary_embedding.fuse),
     ("attention_views", attention_views.remove),  # which look through RotaryEmbedding
+    ("grouped_heads", grouped_heads.group),  # which looks for keys as the views leave them
     ("repeated_heads", repeated_heads.gather),
 )
 

@@ -63,8 +63,25 @@ class EditedGraph:
 
     def matrix(self, value: str) -> tuple[int, int] | None:
         """The dimensions of a constant matrix, wherever its values are."""
-        tensor = self.initializers.get(value)
-        return (tensor.dims[0], tensor.dims[1]) if tensor and len(tensor.dims) == 2 else None
+        dims = self.constant_dims(value)
+        return (dims[0], dims[1]) if dims is not None and len(dims) == 2 else None
+
+    def constant_dims(self, value: str) -> list[int] | None:
+        """The dimensions of a constant, or of one in the order that a Gather puts it in."""
+        if value in self.initializers:
+            return list(self.initializers[value].dims)
+        node = self._ordered(value)
+        if node is None:
+            return None
+        data, indices = (self.initializers[name].dims for name in node.input)
+        axis = next((a.i for a in node.attribute if a.name == "axis"), 0) % len(data)
+        return [*data[:axis], *indices, *data[axis + 1 :]]
+
+    def _ordered(self, value: str) -> onnx.NodeProto | None:
+        """The Gather of a constant in a constant order that makes a value."""
+        node = self.producer(value, "Gather")
+        constant = node is not None and all(name in self.initializers for name in node.input)
+        return node if constant else None
 
     def constant(self, value: str) -> Array | None:
         """The values of a small constant that lies in the model itself."""
@@ -83,6 +100,8 @@ class EditedGraph:
 
     def element_type(self, value: str) -> int:
         """The type of a constant, or of a value as the model records it; 0 where it does not."""
+        ordered = self._ordered(value)
+        value = ordered.input[0] if ordered is not None else value
         if value in self.initializers:
             return int(self.initializers[value].data_type)
         info = self._recorded.get(value)

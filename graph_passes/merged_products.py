@@ -12,14 +12,14 @@ once, when a session is created, and weights are neither read nor copied here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import onnx
 from onnx import helper
 
+from . import projection
 from .domain import imported_version
 from .edited_graph import MICROSOFT, EditedGraph
+from .projection import Projection
 
 _OPSET = 13  # the first whose Split takes its sizes as an input
 _PASSED = frozenset({
@@ -28,18 +28,6 @@ _PASSED = frozenset({
 })  # fmt: skip
 """What may stand between a product and its attention, with the value as first input."""
 _DEEPEST = 16
-
-
-class _Product(NamedTuple):
-    """x W or x W + b: the node of the product, that of the sum if there is one, and b."""
-
-    product: onnx.NodeProto
-    total: onnx.NodeProto | None
-    bias: str
-
-    @property
-    def output(self) -> str:
-        return str((self.total or self.product).output[0])
 
 
 def merge(model: onnx.ModelProto) -> int:
@@ -69,16 +57,14 @@ def merge(model: onnx.ModelProto) -> int:
     return count
 
 
-def _source(graph: EditedGraph, value: str, order: dict[int, int]) -> _Product | None:
+def _source(graph: EditedGraph, value: str, order: dict[int, int]) -> Projection | None:
     """The product that a query, key or value is made of alone, but for a cache in front of it."""
     for _ in range(_DEEPEST):
         node = graph.producer(value)
         if node is None or id(node) not in order:
             return None
-        if node.op_type == "MatMul" and not node.domain:
-            return _Product(node, None, "") if graph.matrix(node.input[1]) else None
-        if node.op_type == "Add" and not node.domain:
-            return _biased(graph, node)
+        if node.op_type in ("MatMul", "Add"):
+            return projection.find(graph, value)
         if node.op_type == "Concat" and len(node.input) == 2:  # the cache, and what is new
             value = node.input[1]
         elif node.op_type in _PASSED:
@@ -88,19 +74,7 @@ def _source(graph: EditedGraph, value: str, order: dict[int, int]) -> _Product |
     return None
 
 
-def _biased(graph: EditedGraph, node: onnx.NodeProto) -> _Product | None:
-    for value, bias in (node.input, reversed(node.input)):
-        product = graph.producer(value, "MatMul")
-        if product is None or product.domain or bias not in graph.initializers:
-            continue
-        matrix = graph.matrix(product.input[1])
-        vector = matrix is not None and graph.shape(bias) == [matrix[1]]
-        if vector and graph.is_read_only_by(value, node):
-            return _Product(product, node, bias)
-    return None
-
-
-def _fit(graph: EditedGraph, products: list[_Product]) -> bool:
+def _fit(graph: EditedGraph, products: list[Projection]) -> bool:
     """One input, and weights of one height and type."""
     inputs = {product.product.input[0] for product in products}
     weights = [product.product.input[1] for product in products]
@@ -109,7 +83,7 @@ def _fit(graph: EditedGraph, products: list[_Product]) -> bool:
     return len(inputs) == len(heights) == len(types) == 1
 
 
-def _merge(graph: EditedGraph, products: list[_Product]) -> None:
+def _merge(graph: EditedGraph, products: list[Projection]) -> None:
     first = products[0].product
     stem = "_".join(product.product.output[0] for product in products)
     weights = [product.product.input[1] for product in products]

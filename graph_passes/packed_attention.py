@@ -21,6 +21,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
+from . import projection
 from .domain import imported_version
 from .edited_graph import MICROSOFT, EditedGraph
 
@@ -127,20 +128,15 @@ def _are_one_type(graph: EditedGraph, weights: Iterable[str]) -> bool:
     return len(types) == 1 and types <= set(_TYPES)
 
 
-class _Projection(NamedTuple):
-    """x W, or x W + b of a constant vector b."""
-
-    x: str
-    weight: str
-    bias: str
-
-
 def _of_three_products(graph: EditedGraph, node: onnx.NodeProto) -> _Packed | None:
     operands = _operands(node, 6)
     if not _is_plain(node) or operands is None:
         return None
     bias, mask, attention_bias = operands[3:]
-    found = [_projection(graph, value, node) for value in operands[:3]]
+    found = [
+        projection.find(graph, value) if graph.is_read_only_by(value, node) else None
+        for value in operands[:3]
+    ]
     products = [product for product in found if product is not None]
     if len(products) != 3 or len({product.x for product in products}) != 1:
         return None
@@ -163,29 +159,6 @@ def _of_three_products(graph: EditedGraph, node: onnx.NodeProto) -> _Packed | No
         bias = graph.insert(node, "Concat", biases, f"{node.output[0]}_biases", axis=0)
     weight = graph.insert(node, "Concat", weights, f"{node.output[0]}_weights", axis=1)
     return _Packed(products[0].x, weight, bias, heads, *matrix, (mask, attention_bias))
-
-
-def _projection(graph: EditedGraph, value: str, reader: onnx.NodeProto) -> _Projection | None:
-    """The product that a value is, if only `reader` reads it."""
-    if not graph.is_read_only_by(value, reader):
-        return None
-    bias = ""
-    node = graph.producer(value, "MatMul", "Add")
-    if node is not None and node.op_type == "Add" and not node.domain:
-        vectors = [name for name in node.input if len(graph.shape(name) or ()) == 1]
-        if len(vectors) != 1 or vectors[0] not in graph.initializers:
-            return None
-        bias = vectors[0]
-        product = next(name for name in node.input if name != bias)
-        if not graph.is_read_only_by(product, node):
-            return None
-        node = graph.producer(product, "MatMul")
-    if node is None or node.op_type != "MatMul" or node.domain:
-        return None
-    matrix = graph.matrix(node.input[1])
-    if matrix is None or (bias and graph.shape(bias) != [matrix[1]]):
-        return None
-    return _Projection(node.input[0], node.input[1], bias)
 
 
 def _replace(graph: EditedGraph, node: onnx.NodeProto, packed: _Packed) -> None:

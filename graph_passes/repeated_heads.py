@@ -25,7 +25,7 @@ def gather(model: onnx.ModelProto) -> int:
     indices: dict[tuple[int, int], str] = {}
     count = 0
     for node in graph.nodes:
-        found = _repetition(graph, node)
+        found = repetition(graph, node)
         if found is None:
             continue
         x, heads, times = found
@@ -39,9 +39,9 @@ def gather(model: onnx.ModelProto) -> int:
     return count
 
 
-def _repetition(graph: EditedGraph, node: onnx.NodeProto) -> tuple[str, int, int] | None:
+def repetition(graph: EditedGraph, node: onnx.NodeProto | None) -> tuple[str, int, int] | None:
     """What a node repeats: x, how many heads that has, and how often each comes."""
-    if node.op_type != "Reshape" or node.domain:
+    if node is None or node.op_type != "Reshape" or node.domain:
         return None
     expand = graph.producer(node.input[0], "Expand")
     unsqueeze = graph.producer(expand.input[0], "Unsqueeze") if expand is not None else None

@@ -1,0 +1,199 @@
+"""MultiHeadAttention(q, repeated k, repeated v) -> MultiHeadAttention(rows of q, k, v)
+
+Of com.microsoft. Where G heads of queries share one of keys and values, exporters repeat these G
+times in front of attention: at batch 16 and a cache of 500 tokens, 46% of the GPU's time of a
+decoder's step, and attention then reads G times what it needs. But G heads of one query that see
+the same keys are G queries of one head:
+
+    [batch, length, G, heads, size] as [batch, length * G, heads * size]
+
+is the same memory. It takes queries whose heads come in the order (G, heads) in place of (heads,
+G), which is an order of the columns of the product that makes them, and of the rows of the product
+behind attention; ONNX Runtime puts these constants in order once, when a session is created. Each
+row of the mask is repeated G times, once for all nodes that share it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from . import projection, repeated_heads
+from .domain import imported_version
+from .edited_graph import MICROSOFT, EditedGraph
+from .projection import Projection
+
+_OPSET = 15  # the first whose Shape takes a part of the axes
+
+_QUERY, _KEY, _VALUE, _BIAS, _PADDING_MASK, _ATTENTION_BIAS = range(6)
+_KEPT = {"num_heads", "mask_filter_value", "scale"}
+
+
+class _Group(NamedTuple):
+    """An attention whose heads share keys and values, and the products around it."""
+
+    query: Projection
+    rotary: onnx.NodeProto | None  # between the product and attention
+    output: onnx.NodeProto  # the product of what attention gives
+    keys: str
+    values: str
+    heads: int
+    times: int
+    width: int  # of all heads of the query
+
+    @property
+    def order(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        """Where the columns of the query come from."""
+        apart = np.arange(self.width, dtype=np.int64).reshape(self.heads, self.times, -1)
+        return apart.swapaxes(0, 1).reshape(-1)
+
+
+def group(model: onnx.ModelProto) -> int:
+    """Groups the heads of the main graph's attention nodes, in place; returns of how many.
+
+    A node stays if it has a cache or a padding mask of its own, biases, a causal mask that is no
+    operand, a second output, or a mask for each head; if its query is not the product of a constant
+    matrix, but for a bias and a rotary embedding; or if its result is not only read by one.
+    """
+    if (imported_version(model.opset_import) or 0) < _OPSET:
+        return 0
+    graph = EditedGraph(model)
+    rewriting = _Grouping(graph)
+    count = 0
+    for node in graph.nodes:
+        found = _grouped(graph, node)
+        if found is not None:
+            rewriting.apply(node, found)
+            count += 1
+    if count:
+        graph.finish()
+    return count
+
+
+def _grouped(graph: EditedGraph, node: onnx.NodeProto) -> _Group | None:
+    if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT or len(node.output) != 1:
+        return None
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    operands = [*node.input, *[""] * (_ATTENTION_BIAS + 1 - len(node.input))]
+    others = [name for index, name in enumerate(operands) if index > _VALUE]
+    mask = others.pop(_ATTENTION_BIAS - _BIAS)
+    if any(others) or attributes.get("unidirectional"):
+        return None
+    if not set(attributes) <= {*_KEPT, "unidirectional"} or not _is_shared(graph, mask):
+        return None
+    keys, values = (
+        repeated_heads.repetition(graph, graph.producer(operands[index]))
+        for index in (_KEY, _VALUE)
+    )
+    if keys is None or values is None or keys[1:] != values[1:]:
+        return None
+    _, heads, times = keys
+    if heads * times != attributes["num_heads"] or times == 1:
+        return None
+    return _between_products(graph, node, keys[0], values[0], heads, times)
+
+
+def _is_shared(graph: EditedGraph, mask: str) -> bool:
+    """Whether a mask is the same for all heads."""
+    shape = graph.shape(mask) if mask else [1] * 4
+    return shape is not None and len(shape) == 4 and shape[1] == 1
+
+
+def _between_products(
+    graph: EditedGraph, node: onnx.NodeProto, keys: str, values: str, heads: int, times: int
+) -> _Group | None:
+    value, reader = node.input[_QUERY], node
+    rotary = graph.producer(value, "RotaryEmbedding")
+    if rotary is not None:
+        if rotary.domain != MICROSOFT or not graph.is_read_only_by(value, node):
+            return None
+        value, reader = rotary.input[0], rotary
+    query = projection.find(graph, value)
+    readers = graph.readers(node.output[0])
+    if query is None or not graph.is_read_only_by(value, reader) or len(readers) != 1:
+        return None
+    (output,) = readers
+    columns, rows = graph.matrix(query.weight), graph.matrix(output.input[-1])
+    if output.op_type != "MatMul" or output.domain or columns is None or rows is None:
+        return None
+    if not graph.is_read_only_by(node.output[0], output) or output.input[0] != node.output[0]:
+        return None
+    # A product that others read keeps its columns; the sum that reads it was looked at above.
+    if query.total is None and not graph.is_read_only_by(query.output, reader):
+        return None
+    width = columns[1]
+    if width % (heads * times) or rows[0] != width:
+        return None
+    return _Group(query, rotary, output, keys, values, heads, times, width)
+
+
+class _Grouping:
+    """Changes nodes; what they share is made once."""
+
+    def __init__(self, graph: EditedGraph) -> None:
+        self._graph = graph
+        self._constants: dict[tuple[int, ...], str] = {}
+        self._masks: dict[tuple[str, int], str] = {}
+
+    def apply(self, node: onnx.NodeProto, found: _Group) -> None:
+        graph = self._graph
+        order = self._order(found)
+        product, total, bias = found.query
+        weight = graph.insert(
+            product, "Gather", [found.query.weight, order], f"{found.query.weight}_grouped", axis=1
+        )
+        graph.rewire(product, [found.query.x, weight])
+        if total is not None:
+            # In front of the product, where its weight is, too: products may be merged there.
+            grouped = graph.insert(product, "Gather", [bias, order], f"{bias}_grouped", axis=0)
+            graph.rewire(total, [grouped if name == bias else name for name in total.input])
+        rows = graph.insert(
+            node, "Reshape", [node.input[_QUERY], self._shape(found.width // found.times)],
+            f"{node.input[_QUERY]}_rows",
+        )  # fmt: skip
+        operands = [rows, found.keys, found.values]
+        if len(node.input) > _ATTENTION_BIAS:
+            mask = self._mask(node.input[_ATTENTION_BIAS], found.times, node)
+            operands += ["", "", mask]
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        attributes["num_heads"] = found.heads
+        graph.become(node, node.op_type, operands, domain=MICROSOFT, **attributes)
+        whole = graph.insert(
+            found.output, "Reshape", [node.output[0], self._shape(found.width)],
+            f"{node.output[0]}_heads",
+        )  # fmt: skip
+        matrix = found.output.input[1]
+        ordered = graph.insert(found.output, "Gather", [matrix, order], f"{matrix}_grouped", axis=0)
+        graph.rewire(found.output, [whole, ordered])
+
+    def _order(self, found: _Group) -> str:
+        key = (found.heads, found.times, found.width)
+        if key not in self._constants:
+            stem = f"{found.heads}_groups_of_{found.times}"
+            self._constants[key] = self._graph.add_constant(found.order, stem)
+        return self._constants[key]
+
+    def _shape(self, width: int) -> str:
+        if (width,) not in self._constants:
+            shape = np.array([0, -1, width], np.int64)
+            self._constants[width,] = self._graph.add_constant(shape, f"rows_of_{width}")
+        return self._constants[width,]
+
+    def _mask(self, mask: str, times: int, before: onnx.NodeProto) -> str:
+        """[batch, 1, length, total] -> [batch, 1, length * times, total], each row in turn."""
+        graph = self._graph
+        if (mask, times) not in self._masks:
+            third = graph.add_constant(np.array([3], np.int64), f"{mask}_third")
+            repeats = graph.add_constant(np.array([1, 1, 1, times, 1], np.int64), f"{mask}_times")
+            apart = graph.insert(before, "Unsqueeze", [mask, third], f"{mask}_apart")
+            repeated = graph.insert(before, "Expand", [apart, repeats], f"{mask}_repeated")
+            kept = graph.add_constant(np.array([0, 1, -1], np.int64), f"{mask}_kept")
+            total = graph.insert(before, "Shape", [mask], f"{mask}_total", start=3)
+            shape = graph.insert(before, "Concat", [kept, total], f"{mask}_rows_shape", axis=0)
+            self._masks[mask, times] = graph.insert(
+                before, "Reshape", [repeated, shape], f"{mask}_rows"
+            )
+        return self._masks[mask, times]
