@@ -286,7 +286,8 @@ def _image_streams(rng: np.random.Generator) -> list[Stream]:
 
 
 def _pages(rng: np.random.Generator) -> list[Stream]:
-    sizes = tuple((1, int(h), int(w)) for h, w in rng.integers(320, 1281, (100, 2)))
+    """Sides are multiples of 32, as the model needs them."""
+    sizes = tuple((1, 32 * int(h), 32 * int(w)) for h, w in rng.integers(10, 41, (100, 2)))
     return [Stream("pages", sizes, ((1, 320, 320), (1, 640, 480), (1, 960, 1280)))]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import onnx
 
 from . import (
+    aligned_keys,
     attention_mask,
     attention_views,
     grouped_heads,
@@ -38,14 +39,16 @@ _NEIGHBOURS: tuple[Pass, ...] = (
     ("grouped_heads", grouped_heads.group),  # which looks for keys as the views leave them
     ("repeated_heads", repeated_heads.gather),
 )
+_LAST: Pass = ("aligned_keys", aligned_keys.pad)  # of the keys that attention reads in the end
 
-LEAN: tuple[Pass, ...] = (*_MASKS, *_NEIGHBOURS)
+LEAN: tuple[Pass, ...] = (*_MASKS, *_NEIGHBOURS, _LAST)
 """Attention stays as it was fused."""
 
 UNPACKED: tuple[Pass, ...] = (
     *_MASKS,
     ("unpacked_attention", unpacked_attention.unpack),
     *_NEIGHBOURS,
+    _LAST,
 )
 """Q, K and V are products of their own."""
 
@@ -54,6 +57,7 @@ PACKED: tuple[Pass, ...] = (
     ("packed_attention", packed_attention.pack),
     *_NEIGHBOURS,
     ("merged_products", merged_products.merge),  # those that could not be packed
+    _LAST,
 )
 """Q, K and V are one product."""
 

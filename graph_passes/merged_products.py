@@ -57,20 +57,23 @@ def merge(model: onnx.ModelProto) -> int:
     return count
 
 
-def _source(graph: EditedGraph, value: str, order: dict[int, int]) -> Projection | None:
-    """The product that a query, key or value is made of alone, but for a cache in front of it."""
-    for _ in range(_DEEPEST):
-        node = graph.producer(value)
-        if node is None or id(node) not in order:
-            return None
-        if node.op_type in ("MatMul", "Add"):
-            return projection.find(graph, value)
-        if node.op_type == "Concat" and len(node.input) == 2:  # the cache, and what is new
-            value = node.input[1]
-        elif node.op_type in _PASSED:
-            value = node.input[0]
-        else:
-            return None
+def _source(
+    graph: EditedGraph, value: str, order: dict[int, int], depth: int = _DEEPEST
+) -> Projection | None:
+    """The product that a query, key or value is made of alone, but for a cache in front of it or
+    rows of constants behind it.
+    """
+    node = graph.producer(value)
+    if node is None or id(node) not in order or not depth:
+        return None
+    if node.op_type in ("MatMul", "Add"):
+        return projection.find(graph, value)
+    if node.op_type == "Concat" and len(node.input) == 2:
+        sources = (_source(graph, part, order, depth - 1) for part in node.input)
+        found = [source for source in sources if source is not None]
+        return found[0] if len(found) == 1 else None
+    if node.op_type in _PASSED:
+        return _source(graph, node.input[0], order, depth - 1)
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import dependencies
 
-__all__ = ["CHANGING_SHAPES", "CUDA", "for_changing_shapes", "with_settings"]
+__all__ = ["ANY_LENGTHS", "CHANGING_SHAPES", "CUDA", "for_changing_shapes", "with_settings"]
 
 ort: Any = dependencies.load("onnxruntime", "moonpoly_ort.InferenceSession")
 
@@ -18,6 +18,10 @@ CUDA = "CUDAExecutionProvider"
 # but cuDNN's, which onnxruntime prefers from sm_90 on where nothing is asked for: it makes a plan
 # for every new length: 77 ms a run of a BERT-base at batch 8 on an H200, 2.3 when it comes again.
 CHANGING_SHAPES = {"sdpa_kernel": str(1 + 2 + 4 + 16 + 32 + 64)}
+
+# Without memory-efficient attention, which fails for some lengths of keys behind a cache
+# (`graph_passes/aligned_keys.py`).
+ANY_LENGTHS = {"sdpa_kernel": str(1 + 4 + 16 + 32 + 64)}
 
 
 def with_settings(
@@ -37,9 +41,13 @@ def with_settings(
 def for_changing_shapes(
     providers: Sequence[Any] | None,
     provider_options: Sequence[Mapping[Any, Any]] | None,
+    *,
+    exposed: bool = False,
 ) -> list[tuple[str, dict[Any, Any]]]:
-    """The providers with what suits shapes that do not repeat, where the caller did not choose."""
+    """The providers with what suits shapes that do not repeat, where the caller did not choose.
+
+    exposed: the model's attention would fail for some lengths if it were memory-efficient.
+    """
+    settings = ANY_LENGTHS if exposed else CHANGING_SHAPES
     listed = with_settings(providers, provider_options, {})
-    return [
-        (name, CHANGING_SHAPES | options if name == CUDA else options) for name, options in listed
-    ]
+    return [(name, settings | options if name == CUDA else options) for name, options in listed]

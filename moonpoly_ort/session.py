@@ -377,17 +377,21 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             # Registered ops are never inlined: with such options only the untouched model runs
             # elsewhere.
             untouched = registration is None and options in _registered
+            ready = _Ready(source)
+            if self._request.rewrite and not untouched and not _is_ort_format(source, options):
+                ready = _rewritten(source, self._request.optimize)
+            self.moonpoly_report = ready.report
             if self._request.shapes == "changing" and _adds_settings(
                 registration, providers, options
             ):
-                providers = for_changing_shapes(providers, provider_options)
+                providers = for_changing_shapes(providers, provider_options, exposed=ready.exposed)
                 provider_options = None
-            model, folder, self.moonpoly_report = source, None, None
-            if self._request.rewrite and not untouched and not _is_ort_format(source, options):
-                model, folder, self.moonpoly_report = _rewritten(source, self._request.optimize)
             try:
-                with _external_data_in(options, folder, restore=given is not None), gate.run():
-                    self._create(model, options, providers, provider_options)
+                with (
+                    _external_data_in(options, ready.folder, restore=given is not None),
+                    gate.run(),
+                ):
+                    self._create(ready.model, options, providers, provider_options)
             except Exception as error:
                 if untouched and _no_kernel(error):
                     raise RegistrationError(
@@ -397,7 +401,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
                     ) from error
                 raise
         self.moonpoly_backend = registration.backend if registration else "onnxruntime"
-        if model is not source:  # the base class keeps it for set_providers, which is ours
+        if ready.model is not source:  # the base class keeps it for set_providers, which is ours
             self._model_bytes = None
             self._model_path = None if isinstance(source, bytes) else os.fspath(source)
 
@@ -465,24 +469,32 @@ def _is_ort_format(source: str | bytes | os.PathLike[str], options: Any) -> bool
     return os.fspath(source).endswith(".ort")
 
 
-def _rewritten(
-    source: str | bytes | os.PathLike[str], optimize: str | None
-) -> tuple[str | bytes | os.PathLike[str], Path | None, tuple[Entry, ...]]:
-    """The rewritten graph, the folder of its external data if it has some there, and the report.
+class _Ready(NamedTuple):
+    """A model as a session is made of it.
 
-    Where nothing was optimized and no node was taken, that graph is the source itself.
+    folder: of its external data, if it has some there. exposed: see `for_changing_shapes`.
     """
+
+    model: str | bytes | os.PathLike[str]
+    folder: Path | None = None
+    report: tuple[Entry, ...] | None = None
+    exposed: bool = False
+
+
+def _rewritten(source: str | bytes | os.PathLike[str], optimize: str | None) -> _Ready:
+    """The rewritten graph; where nothing was optimized and no node was taken, the source itself."""
     from . import model_files
-    from .graph_passes import pipeline
+    from .graph_passes import aligned_keys, pipeline
 
     # Mapping the file is safe, since it is used here and now.
     read = model_files.read(source, mapped=True)
     model = optimizing.optimized(read, optimize)
+    exposed = aligned_keys.is_exposed(model.light)
     report = pipeline.apply(model.light, model, static=False, enabled=pipeline.select(None, ()))
     if model is read and not any(entry.taken for entry in report):
-        return source, None, report
+        return _Ready(source, None, report, exposed)
     folder = model.folder.absolute() if model.folder and model.has_external_data else None
-    return b"".join(model.serialized()), folder, report
+    return _Ready(b"".join(model.serialized()), folder, report, exposed)
 
 
 @contextmanager

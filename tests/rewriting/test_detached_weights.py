@@ -229,7 +229,7 @@ def test_a_session_copies_the_weights_once(path: Path) -> None:
 
     _rewritten(path, None)  # imports
     tracemalloc.start()
-    data, _, report = _rewritten(path, None)
+    data, _, report, _ = _rewritten(path, None)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sum(entry.taken for entry in report) == 2

@@ -108,16 +108,16 @@ def assert_equal(proto: onnx.ModelProto, feed: dict[str, np.ndarray], nodes: int
     """Groups, and merges products behind it; each must give what the model did."""
     want = run(proto, feed)
     assert grouped_heads.group(proto) == nodes
-    for _ in range(2):
+    for merged in (nodes, 0):
         onnx.checker.check_model(proto)
         for got, value in zip(run(proto, feed), want, strict=True):
             np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
-        assert merged_products.merge(proto) in (0, nodes)
+        assert merged_products.merge(proto) == merged
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    shared=st.integers(1, 3), times=st.integers(2, 4), size=st.sampled_from([2, 8]),
+    shared=st.integers(1, 3), times=st.sampled_from([2, 3, 8]), size=st.sampled_from([2, 8]),
     bias=st.booleans(), rotary=st.booleans(), mask=st.sampled_from(["", "1"]),
     batch=st.integers(1, 3), length=st.integers(1, 5), past=st.integers(0, 5),
 )  # fmt: skip
@@ -134,6 +134,7 @@ def test_results_are_equal(
 def test_the_operators_that_are_left() -> None:
     proto = model(layers=2, bias=True, rotary=True)
     assert_equal(proto, feeds(proto, 2, 3, 4), 2)
+    assert merged_products.merge(proto) == 0  # again: all that can be
     found = Counter(op_types(proto))
     assert found["com.microsoft.MultiHeadAttention"] == 2
     # Of one mask in two layers, and with nothing else, rows are repeated.
@@ -142,6 +143,25 @@ def test_the_operators_that_are_left() -> None:
     assert found["Gather"] == 2 * 3
     rewritten = Counter(op_types(rewrite(proto).model))
     assert rewritten["ai.moonpoly.MatMulBias"] == rewritten["ai.moonpoly.MatMul"] == 2
+
+
+@pytest.mark.parametrize("length", [1, 2, 8])
+def test_a_single_token_of_8_heads_is_followed_by_a_row_of_zeros(length: int) -> None:
+    """So that attention with a mask is not memory-efficient; all others are multiples of 8."""
+    proto = model(layers=2, times=8)
+    feed = feeds(proto, 2, length, 5)
+    want = run(proto, feed)
+    assert grouped_heads.group(proto) == merged_products.merge(proto) == 2
+    found = Counter(op_types(proto))
+    assert found["ConstantOfShape"] == 2  # for all queries, and for the mask
+    attention = [node for node in proto.graph.node if node.op_type == "MultiHeadAttention"]
+    for name in (attention[1].input[0], attention[1].input[5]):
+        proto.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    *got, rows, mask = run(proto, feed)
+    count = 9 if length == 1 else 8 * length
+    assert rows.shape[1] == mask.shape[2] == count
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
 def _node(proto: onnx.ModelProto, output: str) -> onnx.NodeProto:
