@@ -26,6 +26,7 @@ from benchmarks.summaries import (
 
 CUDNN = {"cudnn": "cuDNN, best of its heuristics"}
 ORT = {"better": "ONNX Runtime, better mode", "default": "default", "heuristic": "HEURISTIC"}
+CORE = "core rows"
 MODES = ("default", "heuristic")
 MEMORY = 1.1  # of ONNX Runtime's own at the largest size, at most
 
@@ -33,6 +34,9 @@ MEMORY = 1.1  # of ONNX Runtime's own at the largest size, at most
 def _groups(lines: Sequence[Line]) -> dict[str, list[Line]]:
     found = {kind: [line for line in lines if line["class"] == kind] for kind in KINDS}
     found |= {net: [line for line in lines if line["net"] == net] for net in NETWORKS}
+    core = [line for line in lines if line["core"] == "1"]
+    if len(core) < len(lines):
+        found[CORE] = core
     found[ALL] = list(lines)
     return {name: members for name, members in found.items() if members}
 
