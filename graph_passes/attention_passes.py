@@ -19,6 +19,7 @@ from . import (
     projection_bias,
     repeated_heads,
     rotary_embedding,
+    shifted_range,
     unpacked_attention,
     zero_attention_bias,
 )
@@ -31,6 +32,7 @@ Pass = tuple[str, Callable[[onnx.ModelProto], int]]
 _MASKS: tuple[Pass, ...] = (
     ("zero_attention_bias", zero_attention_bias.remove),
     ("attention_mask", attention_mask.simplify),
+    ("shifted_range", shifted_range.shift),
 )
 _NEIGHBOURS: tuple[Pass, ...] = (
     ("projection_bias", projection_bias.move),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import exported_models, measuring
+from benchmarks import contender_runs, exported_models, measuring
 from benchmarks.contender_runs import ContenderRuns
 from benchmarks.exported_models import Stream
 from benchmarks.model_contenders import Contender
@@ -144,6 +144,21 @@ def test_a_slow_one_leaves_and_its_sum_is_estimated() -> None:
     assert value >= 20 * len(SIZES)
     assert bench.values("again_stream_ms")["slow"][1] == note
     assert bench.values("stream_ms")["quick"][1] == ""
+
+
+def test_one_that_is_very_slow_leaves_before_it_ran_the_least_number_of_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contender_runs, "SLOW_MS", 35.0)
+    bench = Bench(slow=0.02, quick=0)
+    assert bench.stream(0.001)
+    value, note = bench.values("stream_ms")["slow"]
+    assert note == f"from 2 of {len(SIZES)} sizes"
+    assert value >= 20 * len(SIZES)
+    assert bench.values("again_stream_ms")["slow"][1] == note
+    bench = Bench(slow=0.02)
+    assert bench.stream(10)  # it may take that long
+    assert bench.values("stream_ms")["slow"][1] == ""
 
 
 def test_one_leaves_within_its_turn_when_its_time_is_over() -> None:
