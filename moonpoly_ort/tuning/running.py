@@ -80,6 +80,11 @@ class Options:
                 raise ArgumentError(
                     f"{what} from {low} to {high}: a range from 1 up, below 2^31, is accepted"
                 )
+            if self.model is None and (low, high) != {"rows": ROWS, "pixels": PIXELS}[what]:
+                raise ArgumentError(
+                    f"{what} from {low} to {high}: they are those of a model's weights, and there "
+                    "is no model; name one with --model"
+                )
 
     @property
     def convolves(self) -> bool:

@@ -345,6 +345,9 @@ def test_a_models_layers_on_images_of_many_sizes(tmp_path: Path) -> None:
         running._groups(running.Options(model=path, numbers=("f16",)))
     with pytest.raises(MoonPolyError, match="pixels from 0 to 4"):
         running.Options(pixels=(0, 4))
+    for ranges in ({"pixels": (64, 512)}, {"rows": (1, 8)}):
+        with pytest.raises(MoonPolyError, match="there is no model; name one with --model"):
+            running.Options(**ranges)
 
 
 def test_kernels_of_the_groups_are_checked(pack: native.Pack) -> None:
