@@ -15,6 +15,7 @@ Shapes are proven by numbers and names of dimensions that the model records.
 from __future__ import annotations
 
 import onnx
+from onnx import helper
 
 from .edited_graph import MICROSOFT, EditedGraph
 
@@ -93,7 +94,8 @@ def _queries(graph: EditedGraph, node: onnx.NodeProto) -> int:
     if not kept or len(whole) != 3 or whole[0] != whole[1] * whole[2] or whole[1] != _heads(node):
         return 0
     operands = list(node.input)
-    rotating = {a.name: a.i for a in rotary.attribute}
+    rotating = {a.name: helper.get_attribute_value(a) for a in rotary.attribute}
+    rotating["num_heads"] = whole[1]  # which the form of rank 3 does not tell
     operands[_QUERY] = graph.insert(
         node, "RotaryEmbedding", [source, *rotary.input[1:]], f"{rotated}_flat", domain=MICROSOFT,
         **rotating,

@@ -11,7 +11,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from .skeleton import size_name
-from .tree import Array, reads_of
+from .tree import Array, names_of, reads_of
 
 MICROSOFT = "com.microsoft"
 
@@ -42,8 +42,9 @@ class EditedGraph:
             info.name: info
             for info in (*model.graph.input, *model.graph.value_info, *model.graph.output)
         }
-        self._taken = {*given, *self._reads, *self._producers, *self.initializers}
+        self._taken = {*self._reads, *self._recorded, *names_of(model.graph)}
         self._before: dict[int, list[onnx.NodeProto]] = defaultdict(list)
+        self._hoisted: dict[int, onnx.NodeProto] = {}
         self._gone: set[int] = set()
         self._released: list[str] = []
 
@@ -127,7 +128,7 @@ class EditedGraph:
         return all(a == b != "" for a, b in list(zip(first, second, strict=True))[axes])
 
     def new_name(self, stem: str) -> str:
-        """A name that nothing in the graph has, the stem itself if it can be."""
+        """A name that nothing in the graph or a subgraph has, the stem itself if it can be."""
         name, number = stem, 0
         while name in self._taken:
             number += 1
@@ -210,6 +211,14 @@ class EditedGraph:
         self._enter(node)
         self.rewire(node, inputs)
 
+    def hoist(self, value: str) -> None:
+        """Has a constant come before all nodes, whoever is to read it: a Gather that orders it may
+        lie anywhere.
+        """
+        node = self._ordered(value)
+        if node is not None:
+            self._hoisted[id(node)] = node
+
     def bypass(self, value: str, source: str) -> None:
         """Has every node of the main graph read `source` in place of `value`."""
         for node in {id(node): node for node in self._readers[value]}.values():
@@ -228,11 +237,10 @@ class EditedGraph:
                 continue
             self._gone.add(id(node))
             self._leave(node)  # which adds to those that are not read
-        nodes: list[onnx.NodeProto] = []
+        nodes = [node for key, node in self._hoisted.items() if key not in self._gone]
+        placed = self._gone | self._hoisted.keys()
         for node in self.nodes:
-            nodes += [new for new in self._before[id(node)] if id(new) not in self._gone]
-            if id(node) not in self._gone:
-                nodes.append(node)
+            nodes += [new for new in (*self._before[id(node)], node) if id(new) not in placed]
         del self._graph.node[:]
         self._graph.node.extend(nodes)
         for index in reversed(range(len(self._graph.initializer))):

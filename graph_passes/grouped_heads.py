@@ -64,7 +64,8 @@ def group(model: onnx.ModelProto) -> int:
 
     A node stays if it has a cache or a padding mask of its own, biases, a causal mask that is no
     operand, a second output, or a mask for each head; if its query is not the product of a constant
-    matrix, but for a bias and a rotary embedding; or if its result is not only read by one.
+    matrix, but for a bias and a rotary embedding of as many heads; or if its result is not only
+    read by one.
     """
     if (imported_version(model.opset_import) or 0) < _OPSET:
         return 0
@@ -135,7 +136,18 @@ def _between_products(
     width = columns[1]
     if width % (heads * times) or rows[0] != width:
         return None
+    if rotary is not None and not _rotates(graph, rotary, heads * times, width):
+        return None
     return _Group(query, rotary, output, keys, values, heads, times, width)
+
+
+def _rotates(graph: EditedGraph, rotary: onnx.NodeProto, heads: int, width: int) -> bool:
+    """Whether a RotaryEmbedding is known to turn each of so many heads as one."""
+    attributes = {a.name: a.i for a in rotary.attribute}
+    if attributes.get("num_heads"):
+        return attributes["num_heads"] == heads
+    table = graph.shape(rotary.input[2])
+    return table is not None and len(table) == 2 and table[1] == width // heads // 2
 
 
 class _Single(NamedTuple):
@@ -167,8 +179,7 @@ class _Grouping:
         )
         graph.rewire(product, [found.query.x, weight])
         if total is not None:
-            # In front of the product, where its weight is, too: products may be merged there.
-            grouped = graph.insert(product, "Gather", [bias, order], f"{bias}_grouped", axis=0)
+            grouped = graph.insert(total, "Gather", [bias, order], f"{bias}_grouped", axis=0)
             graph.rewire(total, [grouped if name == bias else name for name in total.input])
         rows = graph.insert(
             node, "Reshape", [node.input[_QUERY], self._shape(found.width // found.times)],
@@ -184,18 +195,19 @@ class _Grouping:
             operands += ["", "", self._mask(mask, found, single, node)]
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         attributes["num_heads"] = found.heads
-        graph.become(node, node.op_type, operands, domain=MICROSOFT, **attributes)
-        result = str(node.output[0])
+        value = str(node.output[0])
+        result = graph.insert(
+            node, node.op_type, operands, f"{value}_rows", domain=MICROSOFT, **attributes
+        )
         if single is not None:
             first, second = self._vector(0), self._vector(1)
             limits = [first, single.rows, second]
-            result = graph.insert(found.output, "Slice", [result, *limits], f"{result}_rows")
-        whole = graph.insert(
-            found.output, "Reshape", [result, self._shape(found.width)], f"{result}_heads"
-        )
+            result = graph.insert(node, "Slice", [result, *limits], f"{result}_kept")
+        # The value keeps the shape that the model records for it.
+        graph.become(node, "Reshape", [result, self._shape(found.width)])
         matrix = found.output.input[1]
         ordered = graph.insert(found.output, "Gather", [matrix, order], f"{matrix}_grouped", axis=0)
-        graph.rewire(found.output, [whole, ordered])
+        graph.rewire(found.output, [value, ordered])
 
     def _order(self, found: _Group) -> str:
         key = (found.heads, found.times, found.width)

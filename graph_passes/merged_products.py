@@ -91,6 +91,9 @@ def _merge(graph: EditedGraph, products: list[Projection]) -> None:
     stem = "_".join(product.product.output[0] for product in products)
     weights = [product.product.input[1] for product in products]
     columns = [matrix[1] for matrix in map(graph.matrix, weights) if matrix is not None]
+    for product in products:
+        graph.hoist(product.weight)
+        graph.hoist(product.bias)
     weight = graph.insert(first, "Concat", weights, f"{stem}_weights", axis=1)
     whole = graph.insert(first, "MatMul", [first.input[0], weight], f"{stem}_product")
     if any(product.bias for product in products):

@@ -211,6 +211,15 @@ def reads_of(body: Body) -> Iterator[str]:
             yield from reads_of(graph)
 
 
+def names_of(graph: onnx.GraphProto) -> Iterator[str]:
+    """The names of the values that a graph and its subgraphs are given or make."""
+    yield from (value.name for value in (*graph.input, *graph.initializer))
+    for node in graph.node:
+        yield from node.output
+        for _, inner in subgraphs(node):
+            yield from names_of(inner)
+
+
 def _read(body: Body) -> Iterator[str]:
     """The names that a graph or function reads or gives out, without those of its subgraphs."""
     for node in body.node:

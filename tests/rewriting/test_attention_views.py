@@ -12,6 +12,7 @@ from equivalence import op_types, parse, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moonpoly_ort.graph_passes import attention_views
+from onnx import helper
 
 HEADS, SIZE = 2, 4
 COLUMNS = HEADS * SIZE
@@ -79,8 +80,19 @@ def test_the_operators_that_are_left() -> None:
     attention_views.remove(proto)
     left = ["RotaryEmbedding", "MultiHeadAttention"]
     assert Counter(op_types(proto)) == Counter([*(f"com.microsoft.{op}" for op in left), "Relu"])
-    attention = proto.graph.node[1]
+    rotary, attention = proto.graph.node[:2]
     assert list(attention.input)[1:] == ["keys", "values", "", "", "mask"]
+    attributes = {a.name: helper.get_attribute_value(a) for a in rotary.attribute}
+    assert attributes == {"num_heads": 2}  # which its operand no longer tells
+
+
+def test_attributes_of_a_rotary_embedding_are_kept() -> None:
+    rotary = PARTS["q"].replace("RotaryEmbedding", "RotaryEmbedding <scale = 0.5, interleaved = 1>")
+    proto = model(q=rotary)
+    assert attention_views.remove(proto)
+    node = next(node for node in proto.graph.node if node.op_type == "RotaryEmbedding")
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    assert attributes == {"num_heads": 2, "scale": 0.5, "interleaved": 1}
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,21 @@ def test_a_single_token_of_8_heads_is_followed_by_a_row_of_zeros(length: int) ->
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
+@pytest.mark.parametrize("times", [3, 8])
+def test_values_keep_the_shapes_that_the_model_records(times: int) -> None:
+    proto = model(times=times, bias=True, rotary=True)
+    names = ["q0_0", "q1_0", "q2_0", "y0"]
+    for name in names:
+        dims = ["batch", "length", 2 * times * 4]
+        proto.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, dims))
+    assert grouped_heads.group(proto) == 1
+    recorded = [info for info in proto.graph.value_info if info.name in names]
+    assert [info.name for info in recorded] == names
+    proto.graph.output.extend(recorded)
+    for value in run(proto, feeds(proto, 2, 1, 3))[-len(names) :]:
+        assert value.shape == (2, 1, 2 * times * 4)
+
+
 def _node(proto: onnx.ModelProto, output: str) -> onnx.NodeProto:
     return next(node for node in proto.graph.node if output in node.output)
 
@@ -223,6 +238,69 @@ def test_what_must_stay(change: Callable[[onnx.ModelProto], None]) -> None:
     before = proto.SerializeToString()
     assert grouped_heads.group(proto) == 0
     assert proto.SerializeToString() == before
+
+
+@pytest.mark.parametrize(
+    ("width", "attributes"),
+    [(4, {}), (2, {"num_heads": 3, "rotary_embedding_dim": 4})],
+    ids=["by the table", "by the attribute"],
+)
+def test_a_rotary_embedding_of_other_heads_stays(width: int, attributes: dict[str, int]) -> None:
+    proto = model(rotary=True)
+    for tensor in proto.graph.initializer:
+        if tensor.name in ("cos", "sin"):
+            tensor.CopyFrom(numpy_helper.from_array(np.ones((16, width), np.float32), tensor.name))
+    rotary = _node(proto, "q2_0")
+    rotary.attribute.extend(helper.make_attribute(*pair) for pair in attributes.items())
+    run(proto, feeds(proto, 2, 3, 4))  # a model that works
+    assert grouped_heads.group(proto) == 0
+
+
+@pytest.mark.parametrize("place", ["subgraph", "record"])
+def test_new_values_take_no_name_that_something_else_has(place: str) -> None:
+    proto = model()
+    info = helper.make_tensor_value_info("mask_rows", TensorProto.FLOAT, [7])
+    if place == "record":
+        proto.graph.value_info.append(info)
+    else:
+        made = helper.make_node("Identity", ["mask"], ["mask_rows"])  # read by nothing
+        given_out = helper.make_node("Abs", ["x0"], ["absolute"])
+        dims = ["batch", "length", ROWS]
+        outputs = [helper.make_tensor_value_info("absolute", TensorProto.FLOAT, dims)]
+        branch = helper.make_graph([made, given_out], "branch", [], outputs)
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "condition"))
+        branches = {"then_branch": branch, "else_branch": branch}
+        proto.graph.node.append(helper.make_node("If", ["condition"], ["either"], **branches))
+        proto.graph.output.append(helper.make_tensor_value_info("either", TensorProto.FLOAT, dims))
+    feed = feeds(proto, 2, 3, 4)
+    want = run(proto, feed)
+    assert grouped_heads.group(proto) == 1
+    onnx.checker.check_model(proto)
+    for got, value in zip(run(proto, feed), want, strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+
+
+@pytest.mark.parametrize("bias", ["first", "between"])
+def test_nodes_stay_in_order_wherever_products_lie(bias: str) -> None:
+    """What orders weights lies in front of their products, and those of keys may come earlier."""
+    proto = model(bias=True)
+    nodes = {node.output[0]: node for node in proto.graph.node}
+    late = [nodes.pop("q0_0"), nodes.pop("q1_0")]
+    order = np.arange(24, dtype=np.int64)[::-1].copy()
+    proto.graph.initializer.append(numpy_helper.from_array(order, "order"))
+    ordered = helper.make_node("Gather", ["bq0", "order"], ["ordered"])
+    late[1].input[0] = "ordered"
+    late.insert(0 if bias == "first" else 1, ordered)
+    attention, output = nodes.pop("y0"), nodes.pop("x1")
+    del proto.graph.node[:]
+    proto.graph.node.extend([*nodes.values(), *late, attention, output])
+    onnx.checker.check_model(proto)
+    feed = feeds(proto, 2, 3, 4)
+    want = run(proto, feed)
+    assert grouped_heads.group(proto) == 1
+    onnx.checker.check_model(proto)
+    for got, value in zip(run(proto, feed), want, strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,35 @@ def test_results_are_equal(
         np.testing.assert_allclose(got, value, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("part", "qkv")
+def test_weights_and_biases_in_another_order_wherever_that_is_made(part: str) -> None:
+    """The merged product lies where the first one did, but Gathers may come behind it."""
+    proto = model(biases="qkv")
+    nodes = {node.output[0]: node for node in proto.graph.node}
+    product, total = nodes[f"{part}0"], nodes[f"{part}1"]
+    columns = next(t.dims[1] for t in proto.graph.initializer if t.name == f"w{part}")
+    order = np.arange(columns, dtype=np.int64)[::-1].copy()
+    proto.graph.initializer.append(numpy_helper.from_array(order, "order"))
+    late = [
+        helper.make_node("Gather", [f"w{part}", "order"], ["weight"], axis=1),
+        product,
+        helper.make_node("Gather", [f"b{part}", "order"], ["bias"]),
+        total,
+    ]
+    product.input[1], total.input[0] = "weight", "bias"
+    first = [node for name, node in nodes.items() if name[1:] in ("0", "1") and name[0] != part]
+    others = [node for name, node in nodes.items() if name[1:] not in ("0", "1")]
+    del proto.graph.node[:]
+    proto.graph.node.extend([*first, *late, *others])
+    onnx.checker.check_model(proto)
+    feed = feeds(proto, 2, 3, 4)
+    want = run(proto, feed)
+    assert merged_products.merge(proto) == 1
+    onnx.checker.check_model(proto)
+    for got, value in zip(run(proto, feed), want, strict=True):
+        np.testing.assert_allclose(got, value, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("biases", ["", "qk"])
 def test_the_operators_that_are_left(biases: str) -> None:
     proto = model(biases=biases)
