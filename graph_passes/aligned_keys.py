@@ -23,7 +23,7 @@ from .domain import imported_version
 from .edited_graph import MICROSOFT, EditedGraph
 
 _OPSET = 15  # the first whose Shape takes a part of the axes
-_QUERY, _KEY, _VALUE, _BIAS, _PADDING_MASK, _ATTENTION_BIAS = range(6)
+_QUERY, _KEY, _VALUE, _BIAS, _PADDING_MASK, _ATTENTION_BIAS, _PAST_KEY = range(7)
 _MULTIPLES: dict[int, int] = {TensorProto.FLOAT16: 8, TensorProto.FLOAT: 16}
 
 
@@ -31,8 +31,8 @@ def pad(model: onnx.ModelProto) -> int:
     """Pads keys of the main graph's attention nodes, in place; returns of how many nodes.
 
     A node stays if its queries are provably as many as its keys (in the form of rank 3, if they are
-    not known to be others), or if it has no mask, a cache or a padding mask of its own, or keys of
-    unknown rank or size.
+    not known to be others), or if it has no mask, a causal one that is no operand, a cache or a
+    padding mask of its own, or keys of unknown rank or size.
     """
     if (imported_version(model.opset_import) or 0) < _OPSET:
         return 0
@@ -40,7 +40,7 @@ def pad(model: onnx.ModelProto) -> int:
     padding = _Padding(graph)
     count = 0
     for node in graph.nodes:
-        if _needs(graph, node):
+        if _is_exposed(graph, node) and _may_be_padded(node):
             padding.apply(node)
             count += 1
     if count:
@@ -49,17 +49,28 @@ def pad(model: onnx.ModelProto) -> int:
 
 
 def is_exposed(model: onnx.ModelProto) -> bool:
-    """Whether a node of the main graph would be padded: memory-efficient attention may fail."""
+    """Whether memory-efficient attention may fail for a node of the main graph."""
     graph = EditedGraph(model)
-    return any(_needs(graph, node) for node in graph.nodes)
+    return any(_is_exposed(graph, node) for node in graph.nodes)
 
 
-def _needs(graph: EditedGraph, node: onnx.NodeProto) -> bool:
+def _may_be_padded(node: onnx.NodeProto) -> bool:
+    """Whether a node gives nothing but its result, and counts no keys from their end.
+
+    As a causal mask that is no operand does, in ONNX Runtime's kernels for CUDA.
+    """
+    causal = any(a.name == "unidirectional" and a.i for a in node.attribute)
+    return len(node.input) == _ATTENTION_BIAS + 1 and len(node.output) == 1 and not causal
+
+
+def _is_exposed(graph: EditedGraph, node: onnx.NodeProto) -> bool:
     if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT:
         return False
-    operands = list(node.input)
-    if len(operands) != _ATTENTION_BIAS + 1 or operands[_PADDING_MASK] or len(node.output) != 1:
+    operands = [*node.input, *[""] * (_PAST_KEY + 1 - len(node.input))]
+    if not operands[_ATTENTION_BIAS] or operands[_PADDING_MASK]:
         return False
+    if operands[_PAST_KEY]:
+        return True
     if graph.element_type(operands[_KEY]) not in _MULTIPLES:
         return False
     keys, values = (graph.shape(operands[index]) for index in (_KEY, _VALUE))

@@ -384,7 +384,10 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             if self._request.shapes == "changing" and _adds_settings(
                 registration, providers, options
             ):
-                providers = for_changing_shapes(providers, provider_options, exposed=ready.exposed)
+                exposed = ready.exposed
+                if ready.report is None and not _is_ort_format(source, options):
+                    exposed = _is_exposed(source)
+                providers = for_changing_shapes(providers, provider_options, exposed=exposed)
                 provider_options = None
             try:
                 with (
@@ -495,6 +498,14 @@ def _rewritten(source: str | bytes | os.PathLike[str], optimize: str | None) -> 
         return _Ready(source, None, report, exposed)
     folder = model.folder.absolute() if model.folder and model.has_external_data else None
     return _Ready(b"".join(model.serialized()), folder, report, exposed)
+
+
+def _is_exposed(source: str | bytes | os.PathLike[str]) -> bool:
+    """As of `for_changing_shapes`, of a model that is run as it is."""
+    from . import model_files
+    from .graph_passes import aligned_keys
+
+    return aligned_keys.is_exposed(model_files.read(source, mapped=True).light)
 
 
 @contextmanager

@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper
 
 from moonpoly_ort import ArgumentError, InferenceSession, session
-from moonpoly_ort.provider_settings import CHANGING_SHAPES, CUDA, for_changing_shapes, with_settings
+from moonpoly_ort.provider_settings import (
+    ANY_LENGTHS,
+    CHANGING_SHAPES,
+    CUDA,
+    for_changing_shapes,
+    with_settings,
+)
 
 CPU = "CPUExecutionProvider"
 CUDNN = 8
@@ -86,6 +94,37 @@ def test_set_providers_keeps_it(model: Path, asked: list[dict[str, str]]) -> Non
     made = InferenceSession(model, providers=[CUDA, CPU], shapes="repeating")
     made.set_providers([CUDA, CPU])
     assert asked == [{}, {}]
+
+
+@pytest.mark.parametrize("rewrite", [True, False])
+@pytest.mark.parametrize(
+    ("total", "settings"), [("total", ANY_LENGTHS), ("length", CHANGING_SHAPES)]
+)
+def test_attention_to_other_keys_goes_without_the_memory_efficient_kernel(
+    asked: list[dict[str, str]], rewrite: bool, total: str, settings: dict[str, str]
+) -> None:
+    """Also of a model that is not rewritten in the session, but perhaps was before."""
+    info = helper.make_tensor_value_info
+    sizes = {
+        "q": ["length", 8],
+        "k": [2, total, 4],
+        "v": [2, total, 4],
+        "mask": [1, "length", total],
+    }
+    node = helper.make_node(
+        "MultiHeadAttention", ["q", "k", "v", "", "", "mask"], ["y"], domain="com.microsoft",
+        num_heads=2,
+    )  # fmt: skip
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [info(name, TensorProto.FLOAT, ["batch", *dims]) for name, dims in sizes.items()],
+        [info("y", TensorProto.FLOAT, ["batch", "length", 8])],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    proto: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    InferenceSession(proto.SerializeToString(), providers=[CUDA, CPU], rewrite=rewrite)
+    assert asked == [settings]
 
 
 def test_other_shapes_are_refused(model: Path) -> None:

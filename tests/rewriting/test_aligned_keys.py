@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -123,6 +124,41 @@ def test_fp16_needs_multiples_of_8() -> None:
     aligned_keys.pad(proto)
     constants = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
     assert constants["mask_multiple"].tolist() == [8]
+
+
+def _a_causal_mask(proto: onnx.ModelProto) -> None:
+    proto.graph.node[0].attribute.append(helper.make_attribute("unidirectional", 1))
+
+
+def _a_cache(proto: onnx.ModelProto) -> None:
+    sizes = ["batch", HEADS, "past", SIZE]
+    for name in ("past_k", "past_v"):
+        proto.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes))
+        proto.graph.node[0].input.append(name)
+
+
+def _present_keys(proto: onnx.ModelProto) -> None:
+    proto.graph.node[0].output.extend(["present_k", "present_v"])
+
+
+@pytest.mark.parametrize("change", [_a_causal_mask, _a_cache, _present_keys])
+def test_what_counts_the_keys_stays_but_is_exposed(
+    change: Callable[[onnx.ModelProto], None],
+) -> None:
+    proto = model()
+    change(proto)
+    before = proto.SerializeToString()
+    assert aligned_keys.pad(proto) == 0
+    assert proto.SerializeToString() == before
+    assert aligned_keys.is_exposed(proto)
+
+
+def test_what_is_padded_is_no_longer_exposed() -> None:
+    proto = model()
+    assert aligned_keys.is_exposed(proto)
+    aligned_keys.pad(proto)
+    assert not aligned_keys.is_exposed(proto)
+    assert aligned_keys.pad(proto) == 0
 
 
 @pytest.mark.parametrize(
