@@ -143,9 +143,9 @@ def _between_products(
 
 def _rotates(graph: EditedGraph, rotary: onnx.NodeProto, heads: int, width: int) -> bool:
     """Whether a RotaryEmbedding is known to turn each of so many heads as one."""
-    attributes = {a.name: a.i for a in rotary.attribute}
-    if attributes.get("num_heads"):
-        return attributes["num_heads"] == heads
+    stated: int = next((a.i for a in rotary.attribute if a.name == "num_heads"), 0)
+    if stated:
+        return stated == heads
     table = graph.shape(rotary.input[2])
     return table is not None and len(table) == 2 and table[1] == width // heads // 2
 
