@@ -127,6 +127,14 @@ def test_attention_to_other_keys_goes_without_the_memory_efficient_kernel(
     assert asked == [settings]
 
 
+def test_of_a_model_that_is_run_as_it_is_onnxruntime_says_what_is_wrong(
+    tmp_path: Path, asked: list[dict[str, str]]
+) -> None:
+    with pytest.raises(Exception, match=r"NO_SUCHFILE|NoSuchFile|doesn't exist"):
+        InferenceSession(tmp_path / "none.onnx", providers=[CUDA, CPU], rewrite=False)
+    assert asked == [CHANGING_SHAPES]
+
+
 def test_other_shapes_are_refused(model: Path) -> None:
     with pytest.raises(ArgumentError, match=r"shapes = 'fixed'; accepted: 'changing', 'repeating'"):
         InferenceSession(model, providers=[CPU], shapes="fixed")  # type: ignore[arg-type]
