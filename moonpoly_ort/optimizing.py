@@ -62,8 +62,8 @@ def optimized(source: Source, how: str | None) -> Source:
     Args:
         source: The model, not rewritten yet. Its external data is not copied.
         how: See docs/optimizers.md. `auto` takes onnxscript's fusions, else those of ONNX Runtime,
-            whichever is installed, knows the model and leaves it whole, and cleans up around
-            attention; it never fails for an optimizer's sake.
+            whichever is installed, knows the model and leaves it whole, takes the products out
+            of attention and cleans up around it; it never fails for an optimizer's sake.
 
     Raises:
         ArgumentError: `how` is not accepted, or ONNX Runtime's optimizer does not know the type.
@@ -76,7 +76,7 @@ def optimized(source: Source, how: str | None) -> Source:
     _refuse_rewritten(source)
     if how != "auto":
         return _run(source, how)
-    for candidate in ("onnxscript-lean", "ort-lean"):
+    for candidate in ("onnxscript-mha", "ort-mha"):
         try:
             result = _run(source, candidate)
         except MoonPolyError as error:

@@ -37,7 +37,8 @@ CASES: Mapping[tuple[str, str], tuple[Mapping[str, int], Mapping[str, int]]] = {
     ("bert_op18", "ort-mha:bert"): ({"MatMul": 16, "Gemm": 1}, NORMALIZED),
     ("bert_op20_f16", "onnxscript"): ({"MatMul": 6, "Gemm": 1}, ATTENTION),
     ("bert_op20_f16", "ort"): ({"MatMul": 16, "Gemm": 1}, NORMALIZED),
-    ("vit_op18", "auto"): ({"MatMul": 6, "Gemm": 1}, ATTENTION),
+    ("vit_op18", "onnxscript"): ({"MatMul": 6, "Gemm": 1}, ATTENTION),
+    ("vit_op18", "auto"): ({"MatMul": 8, "Gemm": 1}, UNPACKED),
     ("vit_op18", "ort:vit"): ({"MatMul": 16, "Gemm": 1}, NORMALIZED),
     ("gpt2_op22", "ort:bert"): (
         {"MatMul": 5, "Gemm": 8},
