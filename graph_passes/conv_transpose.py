@@ -28,3 +28,17 @@ class ConvTransposeRule(ConvolutionRule):
         if channels is not None and channels % groups:
             return invalid(f"X has {channels} channels, which {groups} groups cannot share")
         return refuse_bias(node, None if per_group is None else per_group * groups)
+
+    def refuse_padding(self, node: ir.Node) -> Refusal | None:
+        """ONNX Runtime fails where output_padding reaches the stride and the dilation."""
+        added = node.attributes.get_ints("output_padding", ())
+        if not added:
+            return None
+        ones = [1] * len(added)
+        strides, dilations = (node.attributes.get_ints(n, ones) for n in ("strides", "dilations"))
+        if any(a >= max(s, d) for a, s, d in zip(added, strides, dilations, strict=True)):
+            return invalid(
+                f"output_padding is {list(added)}; less than strides, {list(strides)}, or "
+                f"dilations, {list(dilations)}, is legal"
+            )
+        return None

@@ -49,6 +49,7 @@ class ConvolutionRule(Rule):
             or _refuse_attributes(node)
             or _refuse_rank(node)
             or _refuse_kernel(node)
+            or self.refuse_padding(node)
             or self.refuse_channels(node)
             or refuse_static(node, scope)
         )
@@ -62,6 +63,10 @@ class ConvolutionRule(Rule):
     @abc.abstractmethod
     def refuse_channels(self, node: ir.Node) -> Refusal | None:
         """Channels of X, W and B, and groups, that do not fit each other."""
+
+    def refuse_padding(self, node: ir.Node) -> Refusal | None:
+        """Padding of the output that strides and dilations do not allow; all ranks agree."""
+        return None
 
 
 def sizes(value: ir.Value | None, rank: int) -> tuple[int | None, ...]:

@@ -313,6 +313,11 @@ def test_other_ranks_stay(rank: int, reason: str) -> None:
             "output_padding is [-1]",
         ),
         (
+            "float[n, 4, h, w] x, float[4, 6, 3, 3] k",
+            "ConvTranspose <strides = [2, 2], output_padding = [1, 2]> (x, k)",
+            "output_padding is [1, 2]; less than strides, [2, 2], or dilations, [1, 1]",
+        ),
+        (
             "float[n, 4, h] x, float[4, 6, 3] k",
             "ConvTranspose <output_shape = [1, 6, 9]> (x, k)",
             "3 by output_shape",
