@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
+from onnx import ValueInfoProto
 
 from . import dependencies
 from .errors import ArgumentError, MoonPolyError, OptimizerError
@@ -76,16 +78,19 @@ def optimized(source: Source, how: str | None) -> Source:
     _refuse_rewritten(source)
     if how != "auto":
         return _run(source, how)
+    reasons = []
     for candidate in ("onnxscript-mha", "ort-mha"):
         try:
             result = _run(source, candidate)
         except MoonPolyError as error:
             log.info("optimize='auto' leaves out %s: %s", candidate, error)
+            reasons.append(str(error))
             continue
         if fused := _fused(result.light):
             log.info("optimize='auto' took %s: %s", candidate, dict(fused))
             return result
-    log.warning("optimize='auto' changed nothing: no optimizer fused a node of this model.")
+        reasons.append(f"{candidate} fuses nothing in this model.")
+    log.warning("optimize='auto' changed nothing. %s", " ".join(reasons))
     return source
 
 
@@ -113,10 +118,14 @@ def _run(source: Source, how: str) -> Source:
     if suffix:
         attention_passes.apply(model, _PASSES[suffix])
     _declare(model)
-    if _interface(model) != before:
+    _forget_inferred(source.light.graph.output, model.graph.output)
+    after = _interface(model)
+    if after != before:
+        was = [value for value in before if value not in after]
+        now = [value for value in after if value not in before]
         raise OptimizerError(
             f"optimize={how!r} was refused: {library} changed the model's inputs or outputs from "
-            f"{before} to {_interface(model)}. Use another optimizer or none."
+            f"{was or before} to {now or after}. Use another optimizer or none."
         )
     _refuse_invalid(model, how)
     return Source(model, source.path, source.folder)
@@ -194,6 +203,14 @@ def _declare(model: onnx.ModelProto) -> None:
     used = any(node.domain == MICROSOFT for _, _, node in walk(model))
     if used and all(entry.domain != MICROSOFT for entry in model.opset_import):
         model.opset_import.add(domain=MICROSOFT, version=1)
+
+
+def _forget_inferred(given: Sequence[ValueInfoProto], made: Sequence[ValueInfoProto]) -> None:
+    """Outputs whose shape was not declared stay so; onnxscript writes down what it infers."""
+    for old, new in zip(given, made, strict=False):
+        both = old.name == new.name and old.type.HasField("tensor_type")
+        if both and not old.type.tensor_type.HasField("shape"):
+            new.type.tensor_type.ClearField("shape")
 
 
 def _fused(model: onnx.ModelProto) -> Counter[str]:

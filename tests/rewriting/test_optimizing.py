@@ -195,7 +195,31 @@ def test_auto_says_that_it_changed_nothing(caplog: pytest.LogCaptureFixture) -> 
     plain.graph.node[0].output[0] = "y"
     result = moonpoly_ort.rewrite(plain, optimize="auto")
     assert [node.op_type for node in result.model.graph.node] == ["MatMul"]
-    assert "changed nothing" in caplog.text
+    assert "changed nothing. onnxscript-mha fuses nothing" in caplog.text
+    assert "needs a model type" in caplog.text  # why the other one was left out
+
+
+@pytest.mark.parametrize("how", ["onnxscript", "auto"])
+def test_an_output_without_a_shape_stays_without(how: str) -> None:
+    open_ended = model()
+    open_ended.graph.output[0].type.tensor_type.ClearField("shape")
+    result = moonpoly_ort.rewrite(open_ended, optimize=how)
+    assert [node.op_type for node in result.model.graph.node] == ["MatMulBiasGelu"]
+    assert result.model.graph.output == open_ended.graph.output
+
+
+def test_an_output_of_another_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shape that was not declared excuses nothing else."""
+    open_ended = model()
+    open_ended.graph.output[0].type.tensor_type.ClearField("shape")
+
+    def retyped(ir_model: Any) -> Any:
+        ir_model.graph.outputs[0].dtype = onnx_ir.DataType.FLOAT16
+        return ir_model, {}
+
+    monkeypatch.setattr(fusions, "optimize_for_ort", retyped)
+    with pytest.raises(OptimizerError, match=r"outputs from \[\('y'.*elem_type: 10"):
+        moonpoly_ort.rewrite(open_ended, optimize="onnxscript")
 
 
 def test_the_model_given_is_not_changed() -> None:
