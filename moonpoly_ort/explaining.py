@@ -86,7 +86,7 @@ class Explanation(Sequence[NodePlan]):
 
     gpu: str
     pack: str  # the pack file, or "catalog": estimated resources, nothing compiled
-    costs: str  # "measured" on this GPU, or "analytic"
+    costs: str  # "measured" on this GPU, "analytic model", or "none" where nothing is launched
     plans: tuple[NodePlan, ...] = field(repr=False)
 
     @overload
@@ -109,6 +109,9 @@ class Explanation(Sequence[NodePlan]):
         from .cli.terminal import table
 
         yield f"{self.gpu}, kernels: {self.pack}, costs: {self.costs}"
+        if not self.plans:
+            yield "no node is taken; `moonpoly explain MODEL --graph` says why"
+            return
         columns = (
             "node",
             "op",
@@ -170,8 +173,7 @@ def explain(
         gpu: a known GPU (see `moonpoly_ort.devices`); by default the one here, else an H200.
         precision: how fp32 is multiplied, `tf32` or `ieee`.
         pack: a kernel pack; by default the one for the GPU if it is found, else the catalog, in
-        which
-            nothing is compiled and the kernels' resources are estimates.
+            which nothing is compiled and the kernels' resources are estimates.
         node: plan only the node of this name (or with this first output).
 
     Raises:
@@ -210,12 +212,13 @@ def explain(
             plan, was_measured = _plan(at_shapes, original, precision, opened, device, weights)
             plans.append(plan)
             measured |= was_measured
+    costs = "analytic model" if any(plan.regions for plan in plans) else "none"
     return Explanation(
         gpu=device.name,
         pack=str(path)
         if path is not None
         else "catalog (nothing compiled, resources are estimates)",
-        costs="measured" if measured else "analytic model",
+        costs="measured" if measured else costs,
         plans=tuple(plans),
     )
 

@@ -260,7 +260,7 @@ def read(
         _refuse_empty(copy, "The ModelProto")
         return Source(copy, None, base)
     if isinstance(model, bytes | bytearray | memoryview):
-        proto, weights = _parse(bytes(model), f"The {len(model)} bytes given")
+        proto, weights = _parse(bytes(model), f"What was given as {len(model)} bytes")
         return Source(proto, None, base, weights)
     if not isinstance(model, str | os.PathLike):
         raise TypeError(
@@ -271,7 +271,7 @@ def read(
         data = _map(path) if mapped else path.read_bytes()
     except OSError as error:
         raise ModelError(f"Cannot read the model {str(path)!r}: {error.strerror}.") from error
-    proto, weights = _parse(data, f"{str(path)!r}")
+    proto, weights = _parse(data, f"{str(path)!r} ({len(data)} bytes)")
     return Source(proto, path, path.parent if base is None else base, weights)
 
 
@@ -299,7 +299,7 @@ def _parse(data: bytes | mmap.mmap, what: str) -> tuple[onnx.ModelProto, dict[in
             else ""
         )
         raise ModelError(
-            f"{what} ({len(data)} bytes) is not an ONNX model, or is corrupt or truncated.{hint} "
+            f"{what} is not an ONNX model, or is corrupt or truncated.{hint} "
             "Accepted is an ONNX ModelProto in binary form, as onnx.save writes it."
         ) from error
     _refuse_empty(model, what)
@@ -351,7 +351,8 @@ def write(source: Source, output: str | os.PathLike[str], *, overwrite: bool = F
             _stage_model(staging, source, target, set(data_files))
             staging.commit()
     except OSError as error:
-        raise OutputError(f"Cannot write {str(target)!r}: {error}.") from error
+        why = error.strerror or error  # the name in it is that of a temporary file
+        raise OutputError(f"Cannot write {str(target)!r}: {why}.") from error
     return target
 
 

@@ -28,6 +28,7 @@ Shape = tuple[int, ...]
 # What a user gives: a size for a symbolic dimension, or a shape or the very values for an input.
 Sizes = Mapping[str, "int | Sequence[int] | np.ndarray[Any, Any]"]
 
+_LARGEST = 2**63 - 1  # that a dimension of a model can hold
 _MARK = re.compile(r"moonpoly_node_(\d+)_end")
 
 
@@ -75,11 +76,14 @@ def feeds(model: ModelProto, sizes: Sizes, seed: int = 0) -> dict[str, np.ndarra
             continue
         dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
         floating = dtype.kind == "f" or dtype.name == "bfloat16"
-        array = (
-            generator.standard_normal(shapes[info.name])
-            if floating
-            else np.zeros(shapes[info.name])
-        )
+        shape = shapes[info.name]
+        try:
+            array = generator.standard_normal(shape) if floating else np.zeros(shape)
+        except (MemoryError, ValueError) as error:  # numpy's own limit is a ValueError
+            raise InputError(
+                f"input {info.name!r} of shape {list(shape)} does not fit into memory; "
+                "give smaller sizes"
+            ) from error
         values[info.name] = (array if dtype != np.bool_ else array == 0).astype(dtype)
     return values
 
@@ -97,6 +101,10 @@ def input_shapes(model: ModelProto, sizes: Sizes) -> dict[str, Shape]:
             f"Inputs: {', '.join(sorted(names)) or 'none'}; dimensions: "
             f"{', '.join(sorted(symbols)) or 'none'}."
         )
+    for name, size in sizes.items():
+        numbers = size if isinstance(size, list | tuple) else [size]
+        if too_large := [n for n in numbers if isinstance(n, int) and n > _LARGEST]:
+            raise InputError(f"size {too_large[0]} for {name!r} is not below 2^63")
     # A lone number for an input is the shape of a vector.
     given = {k: [v] if k in names - symbols and isinstance(v, int) else v for k, v in sizes.items()}
     return {info.name: _input_shape(info, given) for info in inputs}
@@ -122,6 +130,12 @@ def _input_shape(info: ValueInfoProto, sizes: Sizes) -> Shape:
             if dim.HasField("dim_value") and dim.dim_value >= 0 and dim.dim_value != shape[i]:
                 fixed = f"dimension {i} of input {info.name!r} is {dim.dim_value}"
                 raise InputError(f"{fixed}, and {list(shape)} was given")
+            named = sizes.get(dim.dim_param)
+            if isinstance(named, int) and named != shape[i]:
+                raise InputError(
+                    f"{dim.dim_param!r} is given as {named}, and the shape {list(shape)} of input "
+                    f"{info.name!r} has {shape[i]} there; give one of the two"
+                )
         return shape
     if declared is None:
         raise InputError(f"input {info.name!r} has no rank in the model: give its whole shape")

@@ -6,6 +6,7 @@ written, 5 missing package, library, driver or GPU, 6 bad kernel pack or perform
 
 from __future__ import annotations
 
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +30,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except MoonPolyError as error:
             if ctx.params.get("debug"):
-                raise
+                traceback.print_exc()
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(error.exit_code) from error
 

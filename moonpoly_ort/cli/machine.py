@@ -35,6 +35,8 @@ def pack(
     if listing:
         _list_packs(as_json)
         return
+    if as_json:
+        raise typer.BadParameter("--json goes with --list")
     if trial and output is None:
         raise typer.BadParameter("--trial needs --output: the cache is for packs without them")
     for sm in _architectures(arch or []):

@@ -80,7 +80,7 @@ def rewrite(
         ),
     ] = False,
 ) -> None:
-    """Replace MatMul and Gemm nodes by MoonPoly's ops. The result runs in any ONNX Runtime."""
+    """Replace MatMul, Gemm and Conv nodes by ops that run in any ONNX Runtime."""
     from ..rewriting import rewrite as rewrite_model
 
     if (target is None) != dry_run:
@@ -147,7 +147,7 @@ def run(
         typer.Option(metavar="X.npz", help="Inputs by name; without it they are random."),
     ] = None,
     dim: Dims = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     outputs: Annotated[
         Path | None, typer.Option(metavar="Y.npz", help="Where the outputs go, by name.")
     ] = None,
@@ -170,8 +170,8 @@ def run(
     dependencies.load("onnxruntime", "running a model")
     from ..session import InferenceSession
 
-    if outputs and not os.access(outputs.absolute().parent, os.W_OK):
-        raise OutputError(f"cannot write {outputs}: its folder is missing or not writable")
+    if outputs:
+        _refuse_output(outputs, model, inputs)
     providers = _providers(provider, backend)
     values = _load_inputs(inputs, dim) if inputs else _random_inputs(model, dim, seed)
     session = _open(
@@ -246,16 +246,33 @@ def _providers(given: list[str] | None, backend: str) -> list[str]:
     return wanted
 
 
+def _refuse_output(outputs: Path, model: Path, inputs: Path | None) -> None:
+    """Before anything runs: a folder that takes no file, or a file that is read itself."""
+    if not os.access(outputs.absolute().parent, os.W_OK):
+        raise OutputError(f"cannot write {outputs}: its folder is missing or not writable")
+    for what, path in (("model", model), ("file of the inputs", inputs)):
+        if path is not None and path.exists() and outputs.exists() and outputs.samefile(path):
+            raise OutputError(f"the output {outputs} is the {what} itself. Choose another name.")
+
+
 def _load_inputs(path: Path, dim: list[str] | None) -> dict[str, np.ndarray[Any, Any]]:
     if dim:
         raise typer.BadParameter("give either --inputs or --dim")
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):  # of other files numpy expects pickles
+                raise ValueError("it is no archive")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                values = {name: archive[name] for name in archive.files}
+        if other := [name for name, value in values.items() if not isinstance(value, np.ndarray)]:
+            raise ValueError(f"its member {other[0]!r} is no array")
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise InputError(
-            f"cannot read inputs from {path}: {error}. An .npz of numpy.savez is expected."
+            f"cannot read inputs from {path}: {why}. An .npz of numpy.savez is expected."
         ) from error
+    return values
 
 
 def _random_inputs(path: Path, dim: list[str] | None, seed: int) -> dict[str, np.ndarray[Any, Any]]:

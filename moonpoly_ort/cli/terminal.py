@@ -62,5 +62,7 @@ def parse_dims(given: Iterable[str]) -> dict[str, int | list[int]]:
                 f"--dim {text!r}: expected NAME=SIZE for a symbolic dimension (batch=1), or an "
                 "input's shape with all its sizes (x=1,3,48,320; x= for a scalar)"
             )
+        if name in sizes:
+            raise InputError(f"--dim {text!r}: there is a --dim for {name!r} already; give one")
         sizes[name] = numbers[0] if len(numbers) == 1 else numbers
     return sizes

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +190,46 @@ class TestBadInput:
         assert "rank 2" in fails(3, "explain", model, "--dim", "x=1,2,3")
         assert "'third'" in fails(3, "explain", model, "--dim", "batch=1", "--node", "third")
 
+    def test_sizes_that_contradict_each_other(self, model: Path) -> None:
+        words = ["run", model, "--dim", "x=2,64", "--dim"]
+        assert moonpoly(*words, "batch=2").exit_code == 0
+        assert "'batch' is given as 3" in fails(3, *words, "batch=3")
+        assert "there is a --dim for 'x' already" in fails(3, *words, "x=3,64")
+
+    def test_sizes_that_no_memory_holds(self, model: Path) -> None:
+        for size in (10**14, 2**62):
+            assert "does not fit into memory" in fails(3, "run", model, "--dim", f"batch={size}")
+        for command in ("run", "explain"):
+            assert "not below 2^63" in fails(3, command, model, "--dim", f"batch={2**63}")
+            assert "not below 2^63" in fails(3, command, model, "--dim", f"x={2**63},64")
+
+    def test_a_seed_below_0(self, model: Path) -> None:
+        assert moonpoly("run", model, "--dim", "batch=1", "--seed", -1).exit_code == 2
+
+    def test_outputs_in_place_of_what_is_read(self, model: Path, x, tmp_path: Path) -> None:
+        np.savez(tmp_path / "in.npz", x=x)
+        before = contents(tmp_path)
+        words = ["run", model, "--inputs", tmp_path / "in.npz", "--outputs"]
+        assert "is the model itself" in fails(4, *words, model)
+        assert "inputs itself" in fails(4, *words, tmp_path / "in.npz")
+        assert contents(tmp_path) == before
+
+    def test_json_of_what_is_no_list(self) -> None:
+        result = moonpoly("pack", "--json")
+        assert result.exit_code == 2
+        assert "--list" in result.stderr
+
     def test_inputs_that_do_not_fit(self, model: Path, tmp_path: Path) -> None:
         np.savez(tmp_path / "in.npz", x=np.zeros((1, 63), np.float32))
         assert model.name in fails(3, "run", model, "--inputs", tmp_path / "in.npz")
         (tmp_path / "no.npz").write_bytes(b"no archive")
         assert "no.npz" in fails(3, "run", model, "--inputs", tmp_path / "no.npz")
         assert "none.npz" in fails(3, "run", model, "--inputs", tmp_path / "none.npz")
+        np.save(tmp_path / "one.npy", np.zeros((1, 64), np.float32))
+        assert "no archive" in fails(3, "run", model, "--inputs", tmp_path / "one.npy")
+        with zipfile.ZipFile(tmp_path / "text.npz", "w") as archive:
+            archive.writestr("x", "some text")
+        assert "'x' is no array" in fails(3, "run", model, "--inputs", tmp_path / "text.npz")
 
 
 class TestRun:
@@ -257,6 +292,15 @@ class TestExplain:
         words = ["explain", model, "--inputs", tmp_path / "in.npz", "--gpu", "L4", "--json"]
         assert json.loads(moonpoly(*words).stdout)["plans"][0]["m"] == len(x)
 
+    def test_says_that_no_node_is_taken(self, model: Path) -> None:
+        static = onnx.load(model)
+        static.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
+        onnx.save(static, model)
+        result = moonpoly("explain", model, "--gpu", "H200")
+        assert result.exit_code == 0
+        assert "no node is taken; `moonpoly explain MODEL --graph` says why" in result.stdout
+        assert "costs: none" in result.stdout
+
 
 class TestPack:
     def test_lists_none_and_then_what_is_there(self) -> None:
@@ -276,7 +320,9 @@ class TestPack:
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = moonpoly("--debug", "rewrite", tmp_path / "none.onnx", tmp_path / "out.onnx")
-    assert isinstance(result.exception, moonpoly_ort.ModelError)
+    assert result.exit_code == 3
+    assert "Traceback" in result.stderr
+    assert "moonpoly_ort.errors.ModelError: " in result.stderr
 
 
 def test_as_a_process_with_a_missing_runtime(model: Path) -> None:
