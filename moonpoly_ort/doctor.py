@@ -17,7 +17,7 @@ from typing import Any
 
 from .errors import MoonPolyError
 
-PACKAGES = ("moonpoly-ort", "onnx", "onnx-ir", "numpy", "triton", "torch")
+PACKAGES = ("moonpoly-ort", "onnx", "onnx-ir", "numpy", "triton", "torch", "onnxscript")
 RUNTIMES = "onnxruntime"  # onnxruntime, onnxruntime-gpu, ...: all install the one import name
 
 

@@ -260,7 +260,7 @@ class _Request(NamedTuple):
 
 
 class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
-    """`onnxruntime.InferenceSession` with the model's matrix products on MoonPoly's kernels.
+    """`onnxruntime.InferenceSession` with the products and convolutions on MoonPoly's kernels.
 
     Takes what the base class takes and returns what it returns. The keyword arguments below are
     added.
