@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from . import dependencies, native, optimizing
-from .errors import ArgumentError, DeviceError, MoonPolyError, RegistrationError
+from .errors import ArgumentError, DeviceError, MoonPolyError, PackError, RegistrationError
 from .graph_cache import GraphCache, Places
 from .graph_policy import GraphLimits
 from .graph_runs import ENABLE, GraphRuns, capturing, is_refusal
@@ -91,7 +91,8 @@ def register(
     Args:
         session_options: an `onnxruntime.SessionOptions`.
         backend: `auto` registers where ONNX Runtime has CUDA and there is a GPU of a supported
-            architecture with a pack, and otherwise does nothing, with one warning in the log;
+            architecture, and otherwise does nothing, with one warning in the log (a `pack` that is
+            named must be one for the GPU);
             `cuda` is an error there; `interpreter` runs the kernels in Triton's interpreter on the
             CPU (slow).
         precision: how fp32 is multiplied: `tf32` as ONNX Runtime's CUDA provider does, or `ieee`.
@@ -169,7 +170,8 @@ def _resolve(
     try:
         return Registration("cuda", precision, _pack_for_device(pack, device_id), switch)
     except MoonPolyError as error:
-        if backend == "cuda":
+        # A pack that the caller names is wanted: another one, or none, would go unnoticed.
+        if backend == "cuda" or (pack is not None and isinstance(error, PackError)):
             raise
         _say_once(f"running on ONNX Runtime's own kernels: {error}")
         return None

@@ -18,7 +18,9 @@ from moonpoly_ort import (
     DeviceError,
     InferenceSession,
     ModelError,
+    PackError,
     RegistrationError,
+    devices,
     native,
     packs,
     register,
@@ -174,6 +176,24 @@ def test_without_a_choice_of_providers_it_takes_what_onnxruntime_has(
     monkeypatch.setattr(native, "device_count", lambda: 0)
     InferenceSession(model)
     assert "there is no GPU 0" in caplog.text  # so it was CUDA that was looked for
+
+
+def test_a_pack_that_is_named_must_be_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, that is: without one no pack is looked at."""
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", *CPU])
+    monkeypatch.setattr(native, "device_query", lambda _: devices.lookup("H200"))
+    missing = tmp_path / "none.mpk"
+    for count in (0, 1):
+        monkeypatch.setattr(native, "device_count", lambda count=count: count)
+        if count:
+            with pytest.raises(PackError, match=r"none\.mpk"):
+                register(ort.SessionOptions(), pack=missing)
+            with pytest.raises(PackError, match=r"sm_90"):
+                register(ort.SessionOptions(), pack=packs.catalog(80))
+        else:
+            assert not register(ort.SessionOptions(), pack=missing)
 
 
 def test_keeps_the_path_as_the_base_class_does(model: Path) -> None:
