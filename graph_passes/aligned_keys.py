@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
 
-from .domain import imported_version
-from .edited_graph import MICROSOFT, EditedGraph
+from . import multi_head_attention
+from .edited_graph import EditedGraph, edit
+from .multi_head_attention import ATTENTION_BIAS, CAUSAL, KEY, PADDING_MASK, PAST_KEY, VALUE
+from .tree import attributes_of
 
 _OPSET = 15  # the first whose Shape takes a part of the axes
-_QUERY, _KEY, _VALUE, _BIAS, _PADDING_MASK, _ATTENTION_BIAS, _PAST_KEY = range(7)
 _MULTIPLES: dict[int, int] = {TensorProto.FLOAT16: 8, TensorProto.FLOAT: 16}
 
 
@@ -34,18 +35,7 @@ def pad(model: onnx.ModelProto) -> int:
     not known to be others), or if it has no mask, a causal one that is no operand, a cache or a
     padding mask of its own, or keys of unknown rank or size.
     """
-    if (imported_version(model.opset_import) or 0) < _OPSET:
-        return 0
-    graph = EditedGraph(model)
-    padding = _Padding(graph)
-    count = 0
-    for node in graph.nodes:
-        if _is_exposed(graph, node) and _may_be_padded(node):
-            padding.apply(node)
-            count += 1
-    if count:
-        graph.finish()
-    return count
+    return edit(model, lambda graph: _Padding(graph).pad, opset=_OPSET)
 
 
 def is_exposed(model: onnx.ModelProto) -> bool:
@@ -59,26 +49,26 @@ def _may_be_padded(node: onnx.NodeProto) -> bool:
 
     As a causal mask that is no operand does, in ONNX Runtime's kernels for CUDA.
     """
-    causal = any(a.name == "unidirectional" and a.i for a in node.attribute)
-    return len(node.input) == _ATTENTION_BIAS + 1 and len(node.output) == 1 and not causal
+    causal = attributes_of(node).get(CAUSAL)
+    return len(node.input) == ATTENTION_BIAS + 1 and len(node.output) == 1 and not causal
 
 
 def _is_exposed(graph: EditedGraph, node: onnx.NodeProto) -> bool:
-    if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT:
+    if not multi_head_attention.is_attention(node):
         return False
-    operands = [*node.input, *[""] * (_PAST_KEY + 1 - len(node.input))]
-    if not operands[_ATTENTION_BIAS] or operands[_PADDING_MASK]:
+    operands = multi_head_attention.operands(node)
+    if not operands[ATTENTION_BIAS] or operands[PADDING_MASK]:
         return False
-    if operands[_PAST_KEY]:
+    if operands[PAST_KEY]:
         return True
-    if graph.element_type(operands[_KEY]) not in _MULTIPLES:
+    if graph.element_type(operands[KEY]) not in _MULTIPLES:
         return False
-    keys, values = (graph.shape(operands[index]) for index in (_KEY, _VALUE))
+    keys, values = (graph.shape(operands[index]) for index in (KEY, VALUE))
     if keys is None or values is None or len(keys) != len(values) or len(keys) not in (3, 4):
         return False
     if not all(isinstance(size, int) for size in _sizes(keys) + _sizes(values)):
         return False
-    mask = graph.shape(operands[_ATTENTION_BIAS])
+    mask = graph.shape(operands[ATTENTION_BIAS])
     if mask is None or len(mask) != 4 or "" in mask[2:]:
         return len(keys) == 4
     return mask[2] != mask[3]
@@ -96,16 +86,19 @@ class _Padding:
     graph: EditedGraph
     made: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def apply(self, node: onnx.NodeProto) -> None:
+    def pad(self, node: onnx.NodeProto) -> int:
+        if not _is_exposed(self.graph, node) or not _may_be_padded(node):
+            return 0
         operands = list(node.input)
-        element = self.graph.element_type(operands[_KEY])
-        mask = operands[_ATTENTION_BIAS]
+        element = self.graph.element_type(operands[KEY])
+        mask = operands[ATTENTION_BIAS]
         if (mask,) not in self.made:  # of one model run all keys are as long as its mask
             self.made[mask,] = self._columns(mask, element, node)
-        for index in (_KEY, _VALUE):
+        for index in (KEY, VALUE):
             operands[index] = self._rows(operands[index], mask, element, node)
-        operands[_ATTENTION_BIAS] = self.made[mask,]
+        operands[ATTENTION_BIAS] = self.made[mask,]
         self.graph.rewire(node, operands)
+        return 1
 
     def _columns(self, mask: str, element: int, node: onnx.NodeProto) -> str:
         """The mask with columns of -inf."""
@@ -116,8 +109,8 @@ class _Padding:
         left = graph.insert(node, "Mod", [negative, multiple], f"{mask}_missing")
         self.made[mask, "missing"] = left
         before = graph.insert(node, "Shape", [mask], f"{mask}_before", end=3)
-        shape = graph.insert(node, "Concat", [before, left], f"{mask}_missing_shape", axis=0)
-        columns = self._filled(shape, element, -np.inf, f"{mask}_missing_columns", node)
+        stem = f"{mask}_missing_columns"
+        columns = graph.insert_filled(node, [before, left], -np.inf, element, stem)
         return graph.insert(node, "Concat", [mask, columns], f"{mask}_aligned", axis=3)
 
     def _rows(self, value: str, mask: str, element: int, node: onnx.NodeProto) -> str:
@@ -135,17 +128,10 @@ class _Padding:
                 for number in _sizes(shape)
             )
             parts = [batch, *heads, self.made[mask, "missing"], size]
-            missing = graph.insert(node, "Concat", parts, f"{stem}_shape", axis=0)
-            self.made[alike] = self._filled(missing, element, 0.0, f"{stem}_zeros", node)
+            zeros = graph.insert_filled(node, parts, 0, element, f"{stem}_zeros")
+            self.made[alike] = zeros
         whole = [value, self.made[alike]]
         self.made[value, mask] = graph.insert(
             node, "Concat", whole, f"{value}_aligned", axis=len(shape) - 2
         )
         return self.made[value, mask]
-
-    def _filled(
-        self, shape: str, element: int, number: float, stem: str, node: onnx.NodeProto
-    ) -> str:
-        dtype = helper.tensor_dtype_to_np_dtype(element)
-        value = numpy_helper.from_array(np.array([number], dtype))
-        return self.graph.insert(node, "ConstantOfShape", [shape], stem, value=value)

@@ -10,13 +10,13 @@ longer of the shape that what reads it needs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import onnx
 
-from .domain import imported_version
-from .edited_graph import EditedGraph
+from .edited_graph import EditedGraph, edit
 
 _OPSET = 13  # from which Unsqueeze takes its axes as an input
 _LAST = (-1, 4)  # names of the axis behind four others
@@ -31,22 +31,17 @@ class _Counted(NamedTuple):
 
 def simplify(model: onnx.ModelProto) -> int:
     """Simplifies masks of the main graph, in place; returns how many nodes it replaced."""
-    if (imported_version(model.opset_import) or 0) < _OPSET:
+    return edit(model, lambda graph: partial(_simplify, graph), opset=_OPSET)
+
+
+def _simplify(graph: EditedGraph, node: onnx.NodeProto) -> int:
+    if node.domain:
         return 0
-    graph = EditedGraph(model)
-    count = 0
-    for node in graph.nodes:
-        if node.domain:
-            continue
-        if node.op_type == "GatherND":
-            count += _gather(graph, node)
-        elif node.op_type == "And":
-            count += _true(graph, node)
-        elif node.op_type == "Expand":
-            count += _expand(graph, node)
-    if count:
-        graph.finish()
-    return count
+    if node.op_type == "GatherND":
+        return _gather(graph, node)
+    if node.op_type == "And":
+        return _true(graph, node)
+    return _expand(graph, node) if node.op_type == "Expand" else 0
 
 
 def _gather(graph: EditedGraph, node: onnx.NodeProto) -> int:

@@ -14,12 +14,22 @@ Shapes are proven by numbers and names of dimensions that the model records.
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx
-from onnx import helper
 
-from .edited_graph import MICROSOFT, EditedGraph
+from .edited_graph import MICROSOFT, EditedGraph, edit
+from .multi_head_attention import (
+    ATTENTION_BIAS,
+    BIAS,
+    KEY,
+    QUERY,
+    VALUE,
+    head_count,
+    is_attention,
+)
+from .tree import attributes_of
 
-_QUERY, _KEY, _VALUE, _BIAS, _PADDING_MASK, _ATTENTION_BIAS = range(6)
 _HEADS_INWARD = [0, 2, 1, 3]  # its own inverse
 _FIRST_TWO = slice(0, 2)
 
@@ -30,21 +40,14 @@ def remove(model: onnx.ModelProto) -> int:
     Keys and values change their form only for attention without cache, bias of the projections and
     padding mask, and with one output.
     """
-    graph = EditedGraph(model)
-    count = 0
-    for node in graph.nodes:
-        if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT:
-            continue
-        count += _results(graph, node)  # first: it needs the shape that is recorded for the query
-        count += _keys_and_values(graph, node)
-        count += _queries(graph, node)
-    if count:
-        graph.finish()
-    return count
+    return edit(model, lambda graph: partial(_remove, graph))
 
 
-def _heads(node: onnx.NodeProto) -> int:
-    return next((a.i for a in node.attribute if a.name == "num_heads"), 0)
+def _remove(graph: EditedGraph, node: onnx.NodeProto) -> int:
+    if not is_attention(node):
+        return 0
+    # The results first: they need the shape that is recorded for the query.
+    return _results(graph, node) + _keys_and_values(graph, node) + _queries(graph, node)
 
 
 def _with_heads(graph: EditedGraph, value: str) -> str:
@@ -62,22 +65,22 @@ def _moves_heads(transpose: onnx.NodeProto) -> bool:
 
 def _keys_and_values(graph: EditedGraph, node: onnx.NodeProto) -> int:
     operands = list(node.input)
-    others = [operands[index] for index in range(_BIAS, len(operands)) if index != _ATTENTION_BIAS]
-    if len(operands) <= _VALUE or any(others) or len(node.output) != 1:
+    others = [operands[index] for index in range(BIAS, len(operands)) if index != ATTENTION_BIAS]
+    if len(operands) <= VALUE or any(others) or len(node.output) != 1:
         return 0
-    key, value = (_with_heads(graph, operands[index]) for index in (_KEY, _VALUE))
+    key, value = (_with_heads(graph, operands[index]) for index in (KEY, VALUE))
     shape = graph.shape(key) if key else None
-    if not value or shape is None or len(shape) != 4 or shape[1] != _heads(node):
+    if not value or shape is None or len(shape) != 4 or shape[1] != head_count(node):
         return 0
     if not isinstance(shape[3], int) or not graph.same_sizes(key, value):
         return 0
-    operands[_KEY], operands[_VALUE] = key, value
+    operands[KEY], operands[VALUE] = key, value
     graph.rewire(node, operands)
     return 1
 
 
 def _queries(graph: EditedGraph, node: onnx.NodeProto) -> int:
-    rotated = _with_heads(graph, node.input[_QUERY])
+    rotated = _with_heads(graph, node.input[QUERY])
     rotary = graph.producer(rotated, "RotaryEmbedding") if rotated else None
     if rotary is None or rotary.domain != MICROSOFT:
         return 0
@@ -91,12 +94,17 @@ def _queries(graph: EditedGraph, node: onnx.NodeProto) -> int:
         return 0
     whole = [size for size in (flat[2], heads[2], heads[3]) if isinstance(size, int)]
     kept = all(a == b != "" for a, b in zip(flat[_FIRST_TWO], heads[_FIRST_TWO], strict=True))
-    if not kept or len(whole) != 3 or whole[0] != whole[1] * whole[2] or whole[1] != _heads(node):
+    if (
+        not kept
+        or len(whole) != 3
+        or whole[0] != whole[1] * whole[2]
+        or whole[1] != head_count(node)
+    ):
         return 0
     operands = list(node.input)
-    rotating = {a.name: helper.get_attribute_value(a) for a in rotary.attribute}
+    rotating = attributes_of(rotary)
     rotating["num_heads"] = whole[1]  # which the form of rank 3 does not tell
-    operands[_QUERY] = graph.insert(
+    operands[QUERY] = graph.insert(
         node, "RotaryEmbedding", [source, *rotary.input[1:]], f"{rotated}_flat", domain=MICROSOFT,
         **rotating,
     )  # fmt: skip
@@ -107,7 +115,7 @@ def _queries(graph: EditedGraph, node: onnx.NodeProto) -> int:
 def _results(graph: EditedGraph, node: onnx.NodeProto) -> int:
     """y is [batch, length, N], the first two as of a query of rank 3."""
     result = node.output[0]
-    query = graph.shape(node.input[_QUERY])
+    query = graph.shape(node.input[QUERY])
     readers = graph.readers(result)
     if query is None or len(query) != 3 or len(readers) != 1:
         return 0
@@ -115,7 +123,7 @@ def _results(graph: EditedGraph, node: onnx.NodeProto) -> int:
     if apart.op_type != "Reshape" or not graph.is_read_only_by(result, apart):
         return 0
     split = graph.numbers(apart.input[1])
-    if split != [0, 0, _heads(node), -1]:
+    if split != [0, 0, head_count(node), -1]:
         return 0
     again = graph.readers(apart.output[0])
     if len(again) != 1 or again[0].op_type != "Reshape":

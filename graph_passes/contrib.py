@@ -8,7 +8,6 @@ beyond that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -21,6 +20,7 @@ from .operators import ACTIVATIONS, OPERATORS, Operator, Residual
 from .report import Reason, Refusal
 from .rule import Rule, Scope
 from .stand_ins import CONTRIB
+from .tree import attributes_of
 
 _FUSED = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid")
 """Activations of FusedGemm and FusedConv that there are operators for."""
@@ -33,7 +33,7 @@ class FusedMatMulRule(Rule):
     transformation = "com.microsoft.FusedMatMul(A, B) -> ai.moonpoly.Gemm(A, B)"
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
-        attributes = _values(node)
+        attributes = attributes_of(node)
         for name in ("transBatchA", "transBatchB"):
             if attributes.get(name):
                 return Refusal(Reason.RANK_UNSUPPORTED, f"{name} is 1; no product of ours has it")
@@ -59,7 +59,7 @@ class FusedMatMulRule(Rule):
         node.domain = DOMAIN
 
     def adapt(self, node: onnx.NodeProto) -> None:
-        attributes = _values(node)
+        attributes = attributes_of(node)
         node.op_type = "Gemm" if _is_gemm(node) else "MatMul"
         del node.attribute[:]
         if node.op_type == "Gemm":
@@ -74,7 +74,7 @@ class FusedGemmRule(Rule):
     transformation = "com.microsoft.FusedGemm(A, B, C?) -> ai.moonpoly.GemmRelu(A, B, C?)"
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
-        attributes = _values(node)
+        attributes = attributes_of(node)
         given = [attributes.get(f"activation_{which}") for which in ("alpha", "beta")]
         return _refuse_activation(node, [value for value in given if value is not None], scope)
 
@@ -85,7 +85,7 @@ class FusedGemmRule(Rule):
         GemmRule().rewrite(node)
 
     def adapt(self, node: onnx.NodeProto) -> None:
-        attributes = _values(node)
+        attributes = attributes_of(node)
         operator = Operator("Gemm", _activation(node))
         parameters = ACTIVATIONS[operator.activation].parameters if operator.activation else ()
         _finish(node, operator, [float(attributes[name]) for name in parameters])
@@ -98,7 +98,7 @@ class FusedConvRule(Rule):
     transformation = "com.microsoft.FusedConv(X, W, B?, Z?) -> ai.moonpoly.ConvAddRelu(X, W, B, Z)"
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
-        return _refuse_activation(node, _values(node).get("activation_params", []), scope)
+        return _refuse_activation(node, attributes_of(node).get("activation_params", []), scope)
 
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
         return ConvRule().check(node, scope)
@@ -112,7 +112,7 @@ class FusedConvRule(Rule):
         operator = Operator("Conv" if inputs[2] else "ConvNoBias", _activation(node), residual)
         del node.input[:]
         node.input.extend(name for name in inputs if name)
-        _finish(node, operator, _values(node).get("activation_params", []))
+        _finish(node, operator, attributes_of(node).get("activation_params", []))
 
 
 def _refuse_activation(
@@ -139,7 +139,7 @@ def _refuse_activation(
 
 
 def _activation(node: onnx.NodeProto) -> str:
-    value = _values(node).get("activation", b"")
+    value = attributes_of(node).get("activation", b"")
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
@@ -154,13 +154,9 @@ def _finish(node: onnx.NodeProto, operator: Operator, parameters: Sequence[float
 
 
 def _is_gemm(node: onnx.NodeProto) -> bool:
-    attributes = _values(node)
+    attributes = attributes_of(node)
     turned = attributes.get("transA") or attributes.get("transB")
     return bool(turned) or attributes.get("alpha", 1.0) != 1.0
-
-
-def _values(node: onnx.NodeProto) -> dict[str, Any]:
-    return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
 
 
 def _set(node: onnx.NodeProto, attributes: Mapping[str, float | int]) -> None:

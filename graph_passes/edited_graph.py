@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from .domain import imported_version
 from .skeleton import size_name
 from .tree import Array, names_of, reads_of
 
@@ -159,6 +160,22 @@ class EditedGraph:
         self.insert_for(before, op_type, inputs, [output], domain=domain, **attributes)
         return output
 
+    def insert_filled(
+        self,
+        before: onnx.NodeProto,
+        parts: Sequence[str],
+        number: float,
+        element: int,
+        stem: str,
+    ) -> str:
+        """Makes a value of one number everywhere, of an element type; its shape is that of vectors
+        of sizes, one behind the other.
+        """
+        shape = self.insert(before, "Concat", parts, f"{stem}_shape", axis=0)
+        filling = np.array([number], helper.tensor_dtype_to_np_dtype(element))
+        value = numpy_helper.from_array(filling)
+        return self.insert(before, "ConstantOfShape", [shape], stem, value=value)
+
     def insert_for(
         self,
         before: onnx.NodeProto,
@@ -266,3 +283,21 @@ class EditedGraph:
             self._readers[name] = [other for other in self._readers[name] if other is not node]
             self._reads[name] -= 1
             self._released.append(name)
+
+
+def edit(
+    model: onnx.ModelProto,
+    begin: Callable[[EditedGraph], Callable[[onnx.NodeProto], int]],
+    *,
+    opset: int = 0,
+) -> int:
+    """Has what `begin` makes for the main graph look at each of its nodes, in order, and change the
+    graph; returns the sum of what it returns. Nothing is looked at below an opset.
+    """
+    if (imported_version(model.opset_import) or 0) < opset:
+        return 0
+    graph = EditedGraph(model)
+    count = sum(map(begin(graph), graph.nodes))
+    if count:
+        graph.finish()
+    return count

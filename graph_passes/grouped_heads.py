@@ -24,20 +24,17 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
 
-from . import projection, repeated_heads
-from .domain import imported_version
-from .edited_graph import MICROSOFT, EditedGraph
+from . import multi_head_attention, projection, repeated_heads
+from .edited_graph import MICROSOFT, EditedGraph, edit
+from .multi_head_attention import ATTENTION_BIAS, CAUSAL, KEY, PLAIN, QUERY, VALUE
 from .projection import Projection
+from .tree import Array, attributes_of
 
 _OPSET = 15  # the first whose Shape takes a part of the axes
 
-_QUERY, _KEY, _VALUE, _BIAS, _PADDING_MASK, _ATTENTION_BIAS = range(6)
 _EFFICIENT = 8
 """Of so many rows, or a multiple, attention with a mask is memory-efficient."""
-
-_KEPT = {"num_heads", "mask_filter_value", "scale"}
 
 
 class _Group(NamedTuple):
@@ -67,35 +64,21 @@ def group(model: onnx.ModelProto) -> int:
     matrix, but for a bias and a rotary embedding of as many heads; or if its result is not only
     read by one.
     """
-    if (imported_version(model.opset_import) or 0) < _OPSET:
-        return 0
-    graph = EditedGraph(model)
-    rewriting = _Grouping(graph)
-    count = 0
-    for node in graph.nodes:
-        found = _grouped(graph, node)
-        if found is not None:
-            rewriting.apply(node, found)
-            count += 1
-    if count:
-        graph.finish()
-    return count
+    return edit(model, lambda graph: _Grouping(graph).group, opset=_OPSET)
 
 
 def _grouped(graph: EditedGraph, node: onnx.NodeProto) -> _Group | None:
-    if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT or len(node.output) != 1:
+    if not multi_head_attention.is_attention(node) or len(node.output) != 1:
         return None
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    operands = [*node.input, *[""] * (_ATTENTION_BIAS + 1 - len(node.input))]
-    others = [name for index, name in enumerate(operands) if index > _VALUE]
-    mask = others.pop(_ATTENTION_BIAS - _BIAS)
-    if any(others) or attributes.get("unidirectional"):
+    attributes = attributes_of(node)
+    operands = multi_head_attention.operands(node)
+    others = [*operands[VALUE + 1 : ATTENTION_BIAS], *operands[ATTENTION_BIAS + 1 :]]
+    if any(others) or attributes.get(CAUSAL):
         return None
-    if not set(attributes) <= {*_KEPT, "unidirectional"} or not _is_shared(graph, mask):
+    if not set(attributes) <= {*PLAIN, CAUSAL} or not _is_shared(graph, operands[ATTENTION_BIAS]):
         return None
     keys, values = (
-        repeated_heads.repetition(graph, graph.producer(operands[index]))
-        for index in (_KEY, _VALUE)
+        repeated_heads.repetition(graph, graph.producer(operands[index])) for index in (KEY, VALUE)
     )
     if keys is None or values is None or keys[1:] != values[1:]:
         return None
@@ -114,7 +97,7 @@ def _is_shared(graph: EditedGraph, mask: str) -> bool:
 def _between_products(
     graph: EditedGraph, node: onnx.NodeProto, keys: str, values: str, heads: int, times: int
 ) -> _Group | None:
-    value, reader = node.input[_QUERY], node
+    value, reader = node.input[QUERY], node
     rotary = graph.producer(value, "RotaryEmbedding")
     if rotary is not None:
         if rotary.domain != MICROSOFT or not graph.is_read_only_by(value, node):
@@ -129,9 +112,6 @@ def _between_products(
     if output.op_type != "MatMul" or output.domain or columns is None or rows is None:
         return None
     if not graph.is_read_only_by(node.output[0], output) or output.input[0] != node.output[0]:
-        return None
-    # A product that others read keeps its columns; the sum that reads it was looked at above.
-    if query.total is None and not graph.is_read_only_by(query.output, reader):
         return None
     width = columns[1]
     if width % (heads * times) or rows[0] != width:
@@ -164,14 +144,16 @@ class _Grouping:
 
     def __init__(self, graph: EditedGraph) -> None:
         self._graph = graph
-        self._constants: dict[tuple[int, ...], str] = {}
-        self._vectors: dict[int, str] = {}
+        self._constants: dict[str, str] = {}
         self._masks: dict[tuple[str, int], str] = {}
         self._singles: dict[tuple[str, int], _Single] = {}
         self._rows: dict[tuple[object, ...], str] = {}
 
-    def apply(self, node: onnx.NodeProto, found: _Group) -> None:
+    def group(self, node: onnx.NodeProto) -> int:
         graph = self._graph
+        found = _grouped(graph, node)
+        if found is None:
+            return 0
         order = self._order(found)
         product, total, bias = found.query
         weight = graph.insert(
@@ -182,10 +164,10 @@ class _Grouping:
             grouped = graph.insert(total, "Gather", [bias, order], f"{bias}_grouped", axis=0)
             graph.rewire(total, [grouped if name == bias else name for name in total.input])
         rows = graph.insert(
-            node, "Reshape", [node.input[_QUERY], self._shape(found.width // found.times)],
-            f"{node.input[_QUERY]}_rows",
+            node, "Reshape", [node.input[QUERY], self._shape(found.width // found.times)],
+            f"{node.input[QUERY]}_rows",
         )  # fmt: skip
-        mask = node.input[_ATTENTION_BIAS] if len(node.input) > _ATTENTION_BIAS else ""
+        mask = multi_head_attention.operands(node)[ATTENTION_BIAS]
         single = self._single(mask, found.times, node) if mask else None
         if single is not None:
             row = self._row(rows, single, found, node)
@@ -193,8 +175,7 @@ class _Grouping:
         operands = [rows, found.keys, found.values]
         if mask:
             operands += ["", "", self._mask(mask, found, single, node)]
-        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        attributes["num_heads"] = found.heads
+        attributes = attributes_of(node) | {"num_heads": found.heads}
         value = str(node.output[0])
         result = graph.insert(
             node, node.op_type, operands, f"{value}_rows", domain=MICROSOFT, **attributes
@@ -208,19 +189,23 @@ class _Grouping:
         matrix = found.output.input[1]
         ordered = graph.insert(found.output, "Gather", [matrix, order], f"{matrix}_grouped", axis=0)
         graph.rewire(found.output, [value, ordered])
+        return 1
+
+    def _constant(self, stem: str, values: Array) -> str:
+        """A constant that its stem tells from all others."""
+        if stem not in self._constants:
+            self._constants[stem] = self._graph.add_constant(values, stem)
+        return self._constants[stem]
 
     def _order(self, found: _Group) -> str:
-        key = (found.heads, found.times, found.width)
-        if key not in self._constants:
-            stem = f"{found.heads}_groups_of_{found.times}"
-            self._constants[key] = self._graph.add_constant(found.order, stem)
-        return self._constants[key]
+        stem = f"{found.heads}_groups_of_{found.times}_in_{found.width}"
+        return self._constant(stem, found.order)
 
     def _shape(self, width: int) -> str:
-        if (width,) not in self._constants:
-            shape = np.array([0, -1, width], np.int64)
-            self._constants[width,] = self._graph.add_constant(shape, f"rows_of_{width}")
-        return self._constants[width,]
+        return self._constant(f"rows_of_{width}", np.array([0, -1, width], np.int64))
+
+    def _vector(self, number: int) -> str:
+        return self._constant(f"vector_of_{number}", np.array([number], np.int64))
 
     def _single(self, mask: str, times: int, before: onnx.NodeProto) -> _Single | None:
         """How many rows of zeros follow those of a mask; None: the kernel is right without."""
@@ -247,15 +232,9 @@ class _Grouping:
         if key not in self._rows:
             batch = graph.insert(before, "Shape", [rows], f"{rows}_batch", end=1)
             parts = [batch, single.number, self._vector(width)]
-            self._rows[key] = self._zeros(parts, found.keys, f"{single.number}_of_{width}", before)
+            element, stem = graph.element_type(found.keys), f"{single.number}_of_{width}_zeros"
+            self._rows[key] = graph.insert_filled(before, parts, 0, element, stem)
         return self._rows[key]
-
-    def _zeros(self, parts: list[str], like: str, stem: str, before: onnx.NodeProto) -> str:
-        graph = self._graph
-        shape = graph.insert(before, "Concat", parts, f"{stem}_shape", axis=0)
-        dtype = helper.tensor_dtype_to_np_dtype(graph.element_type(like))
-        zero = numpy_helper.from_array(np.zeros(1, dtype))
-        return graph.insert(before, "ConstantOfShape", [shape], f"{stem}_zeros", value=zero)
 
     def _mask(
         self, mask: str, found: _Group, single: _Single | None, before: onnx.NodeProto
@@ -275,13 +254,8 @@ class _Grouping:
             rows = graph.insert(before, "Reshape", [repeated, shape], f"{mask}_rows")
             if single is not None:
                 first = graph.insert(before, "Shape", [mask], f"{mask}_first", end=2)
-                row = self._zeros([first, single.number, total], found.keys, f"{mask}_row", before)
+                parts, element = [first, single.number, total], graph.element_type(found.keys)
+                row = graph.insert_filled(before, parts, 0, element, f"{mask}_row")
                 rows = graph.insert(before, "Concat", [rows, row], f"{mask}_rows_and_one", axis=2)
             self._masks[mask, times] = rows
         return self._masks[mask, times]
-
-    def _vector(self, number: int) -> str:
-        if number not in self._vectors:
-            values = np.array([number], np.int64)
-            self._vectors[number] = self._graph.add_constant(values, f"vector_of_{number}")
-        return self._vectors[number]

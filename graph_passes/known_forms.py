@@ -11,6 +11,7 @@ import onnx
 
 from .fusion import Product
 from .polynomial import Atom, Terms, X, add, close, constant, multiply, value_of, variable
+from .tree import attributes_of
 
 _EXACT, _ROUNDED = 1e-5, 2e-3
 """How far constants may be off: exporters round sqrt(2) to fp32, or to the type of the tensor. In
@@ -52,7 +53,7 @@ def evaluate(
     """
     if any(attribute.ref_attr_name for attribute in node.attribute):
         return None
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    attributes = attributes_of(node)
     if product.is_contrib(node):
         return _contrib(node, operands, attributes)
     if not product.is_standard(node):

@@ -17,8 +17,7 @@ import onnx
 from onnx import helper
 
 from . import projection
-from .domain import imported_version
-from .edited_graph import MICROSOFT, EditedGraph
+from .edited_graph import MICROSOFT, EditedGraph, edit
 from .projection import Projection
 
 _OPSET = 13  # the first whose Split takes its sizes as an input
@@ -34,27 +33,29 @@ def merge(model: onnx.ModelProto) -> int:
     """Merges the products in front of the main graph's MultiHeadAttention and GroupQueryAttention
     nodes, in place; returns how many nodes it served.
     """
-    if (imported_version(model.opset_import) or 0) < _OPSET:
-        return 0
-    graph = EditedGraph(model)
-    order = {id(node): index for index, node in enumerate(graph.nodes)}
-    merged: set[int] = set()
-    count = 0
-    for node in graph.nodes:
+    return edit(model, lambda graph: _Merging(graph).merge, opset=_OPSET)
+
+
+class _Merging:
+    """Merges products once, and only those that were there before."""
+
+    def __init__(self, graph: EditedGraph) -> None:
+        self._graph = graph
+        self._order = {id(node): index for index, node in enumerate(graph.nodes)}
+        self._merged: set[int] = set()
+
+    def merge(self, node: onnx.NodeProto) -> int:
         known = node.op_type in ("MultiHeadAttention", "GroupQueryAttention")
         if not known or node.domain != MICROSOFT or len(node.input) < 3:
-            continue
-        found = [_source(graph, value, order) for value in node.input[:3]]
+            return 0
+        found = [_source(self._graph, value, self._order) for value in node.input[:3]]
         products = [product for product in found if product is not None]
         ids = {id(product.product) for product in products}
-        if len(ids) != 3 or ids & merged or not _fit(graph, products):
-            continue
-        _merge(graph, sorted(products, key=lambda one: order[id(one.product)]))
-        merged |= ids
-        count += 1
-    if count:
-        graph.finish()
-    return count
+        if len(ids) != 3 or ids & self._merged or not _fit(self._graph, products):
+            return 0
+        _merge(self._graph, sorted(products, key=lambda one: self._order[id(one.product)]))
+        self._merged |= ids
+        return 1
 
 
 def _source(
@@ -79,8 +80,8 @@ def _source(
 
 def _fit(graph: EditedGraph, products: list[Projection]) -> bool:
     """One input, and weights of one height and type."""
-    inputs = {product.product.input[0] for product in products}
-    weights = [product.product.input[1] for product in products]
+    inputs = {product.x for product in products}
+    weights = [product.weight for product in products]
     heights = {matrix[0] for matrix in map(graph.matrix, weights) if matrix is not None}
     types = {graph.element_type(weight) for weight in weights}
     return len(inputs) == len(heights) == len(types) == 1
@@ -89,7 +90,7 @@ def _fit(graph: EditedGraph, products: list[Projection]) -> bool:
 def _merge(graph: EditedGraph, products: list[Projection]) -> None:
     first = products[0].product
     stem = "_".join(product.product.output[0] for product in products)
-    weights = [product.product.input[1] for product in products]
+    weights = [product.weight for product in products]
     columns = [matrix[1] for matrix in map(graph.matrix, weights) if matrix is not None]
     for product in products:
         graph.hoist(product.weight)

@@ -15,6 +15,7 @@ Only the CUDA provider has the packed form (as of onnxruntime 1.32). Not part of
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +23,11 @@ import onnx
 from onnx import helper
 
 from . import projection
-from .domain import imported_version
-from .edited_graph import MICROSOFT, EditedGraph
+from .edited_graph import MICROSOFT, EditedGraph, edit
+from .multi_head_attention import CAUSAL, PLAIN, head_count
+from .tree import attributes_of
 
-_KEPT = ("num_heads", "mask_filter_value", "scale")
-"""Attributes that mean the same on both operators."""
 _SIZES = "qkv_hidden_sizes"
-_CAUSAL = "unidirectional"  # not allowed for packed operands
 
 _TYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 """Those of the CUDA provider's MultiHeadAttention."""
@@ -55,43 +54,33 @@ def pack(model: onnx.ModelProto) -> int:
     of another width than Q and K, weights that are no constant matrices, or another type than fp32
     and fp16.
     """
-    if (imported_version(model.opset_import) or 0) < _OPSET:
+    return edit(model, lambda graph: partial(_pack, graph), opset=_OPSET)
+
+
+def _pack(graph: EditedGraph, node: onnx.NodeProto) -> int:
+    if node.domain != MICROSOFT or len(node.output) != 1:
         return 0
-    graph = EditedGraph(model)
-    count = 0
-    for node in graph.nodes:
-        if node.domain != MICROSOFT or len(node.output) != 1:
-            continue
-        packed = None
-        if node.op_type == "Attention":
-            packed = _of_attention(graph, node)
-        elif node.op_type == "MultiHeadAttention":
-            packed = _of_three_products(graph, node)
-        if packed is not None:
-            _replace(graph, node, packed)
-            count += 1
-    if count:
-        graph.finish()
-    return count
-
-
-def _attributes(node: onnx.NodeProto) -> dict[str, object]:
-    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    packed = None
+    if node.op_type == "Attention":
+        packed = _of_attention(graph, node)
+    elif node.op_type == "MultiHeadAttention":
+        packed = _of_three_products(graph, node)
+    if packed is None:
+        return 0
+    _replace(graph, node, packed)
+    return 1
 
 
 def _is_plain(node: onnx.NodeProto) -> bool:
-    attributes = _attributes(node)
-    return set(attributes) <= {*_KEPT, _CAUSAL, _SIZES} and not attributes.get(_CAUSAL)
+    """Packed operands allow no causal attribute; the others mean the same on both operators."""
+    given = attributes_of(node)
+    return set(given) <= {*PLAIN, CAUSAL, _SIZES} and not given.get(CAUSAL)
 
 
 def _operands(node: onnx.NodeProto, count: int) -> list[str] | None:
     """The inputs, absent ones empty; None if there are more than `count`."""
     names = list(node.input) + [""] * (count - len(node.input))
     return None if any(names[count:]) else names[:count]
-
-
-def _heads(node: onnx.NodeProto) -> int:
-    return next((a.i for a in node.attribute if a.name == "num_heads"), 0)
 
 
 def _of_attention(graph: EditedGraph, node: onnx.NodeProto) -> _Packed | None:
@@ -107,7 +96,7 @@ def _of_attention(graph: EditedGraph, node: onnx.NodeProto) -> _Packed | None:
     total = sum(columns for _, columns in known)
     columns = total // 3
     sizes = next((list(a.ints) for a in node.attribute if a.name == _SIZES), [columns] * 3)
-    heads = _heads(node)
+    heads = head_count(node)
     if sizes != [columns] * 3 or 3 * columns != total or not heads or columns % heads:
         return None
     if bias and graph.shape(bias) != [total]:
@@ -118,7 +107,7 @@ def _of_attention(graph: EditedGraph, node: onnx.NodeProto) -> _Packed | None:
 def _concatenated(graph: EditedGraph, weight: str) -> list[str]:
     """The weights of Q, K and V where they are packed in the graph; else the one weight."""
     node = graph.producer(weight, "Concat")
-    if node is None or len(node.input) != 3 or _attributes(node).get("axis") not in (1, -1):
+    if node is None or len(node.input) != 3 or attributes_of(node).get("axis") not in (1, -1):
         return [weight]
     return list(node.input)
 
@@ -142,7 +131,7 @@ def _of_three_products(graph: EditedGraph, node: onnx.NodeProto) -> _Packed | No
         return None
     weights = [product.weight for product in products]
     matrices = {graph.matrix(weight) for weight in weights}
-    heads = _heads(node)
+    heads = head_count(node)
     matrix = matrices.pop()
     if matrices or matrix is None or not heads or matrix[1] % heads:
         return None
@@ -190,6 +179,6 @@ def _replace(graph: EditedGraph, node: onnx.NodeProto, packed: _Packed) -> None:
     query = graph.insert(
         node, "Reshape", [product, graph.add_constant(shape, f"{stem}_shape")], f"{stem}_packed"
     )
-    kept = {key: value for key, value in _attributes(node).items() if key in _KEPT}
+    kept = {key: value for key, value in attributes_of(node).items() if key in PLAIN}
     operands = [query, "", "", "", *packed.others]
     graph.become(node, "MultiHeadAttention", operands, domain=MICROSOFT, **kept)

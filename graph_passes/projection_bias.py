@@ -7,14 +7,17 @@ three, to which b is then added whole.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx
 
-from .domain import imported_version
-from .edited_graph import MICROSOFT, EditedGraph
+from . import multi_head_attention, projection
+from .edited_graph import EditedGraph, edit
+from .multi_head_attention import BIAS
+from .projection import Projection
 
 _OPSET = 13  # the first whose Split takes its sizes as an input
-_BIAS = 3
 
 
 def move(model: onnx.ModelProto) -> int:
@@ -23,35 +26,32 @@ def move(model: onnx.ModelProto) -> int:
     A bias stays if it is no constant, or if Q, K or V is not the product of a constant matrix or is
     read elsewhere.
     """
-    if (imported_version(model.opset_import) or 0) < _OPSET:
+    return edit(model, lambda graph: partial(_move, graph), opset=_OPSET)
+
+
+def _move(graph: EditedGraph, node: onnx.NodeProto) -> int:
+    if not multi_head_attention.is_attention(node):
         return 0
-    graph = EditedGraph(model)
-    count = 0
-    for node in graph.nodes:
-        if node.op_type != "MultiHeadAttention" or node.domain != MICROSOFT:
-            continue
-        operands = list(node.input)
-        if len(operands) <= _BIAS or operands[_BIAS] not in graph.initializers:
-            continue
-        if not (_split(graph, node, operands) or _three(graph, node, operands)):
-            continue
-        operands[_BIAS] = ""
-        graph.rewire(node, operands)
-        count += 1
-    if count:
-        graph.finish()
-    return count
+    operands = list(node.input)
+    if len(operands) <= BIAS or operands[BIAS] not in graph.initializers:
+        return 0
+    if not (_split(graph, node, operands) or _three(graph, node, operands)):
+        return 0
+    operands[BIAS] = ""
+    graph.rewire(node, operands)
+    return 1
 
 
-def _product(graph: EditedGraph, value: str, *readers: onnx.NodeProto) -> onnx.NodeProto | None:
-    node = graph.producer(value, "MatMul")
-    if node is None or node.domain or not graph.is_read_only_by(value, *readers):
+def _product(graph: EditedGraph, value: str, reader: onnx.NodeProto) -> Projection | None:
+    """The product without a bias that a value is, if only `reader` reads it."""
+    found = projection.find(graph, value)
+    if found is None or found.total is not None or not graph.is_read_only_by(value, reader):
         return None
-    return node if graph.matrix(node.input[1]) else None
+    return found
 
 
-def _columns(graph: EditedGraph, product: onnx.NodeProto) -> int:
-    matrix = graph.matrix(product.input[1])
+def _columns(graph: EditedGraph, product: Projection) -> int:
+    matrix = graph.matrix(product.weight)
     return matrix[1] if matrix else 0
 
 
@@ -61,9 +61,9 @@ def _split(graph: EditedGraph, node: onnx.NodeProto, operands: list[str]) -> boo
     if split is None or list(split.output) != operands[:3]:
         return False
     product = _product(graph, split.input[0], split)
-    if product is None or graph.shape(operands[_BIAS]) != [_columns(graph, product)]:
+    if product is None or graph.shape(operands[BIAS]) != [_columns(graph, product)]:
         return False
-    inputs = [product.output[0], operands[_BIAS]]
+    inputs = [product.output, operands[BIAS]]
     total = graph.insert(split, "Add", inputs, f"{inputs[0]}_biased")
     graph.rewire(split, [total, *split.input[1:]])
     return True
@@ -76,9 +76,9 @@ def _three(graph: EditedGraph, node: onnx.NodeProto, operands: list[str]) -> boo
     sizes = [_columns(graph, product) for product in products]
     if len(set(operands[:3])) != 3 or len(products) != 3:
         return False
-    if graph.shape(operands[_BIAS]) != [sum(sizes)]:
+    if graph.shape(operands[BIAS]) != [sum(sizes)]:
         return False
-    stem = operands[_BIAS]
+    stem = operands[BIAS]
     parts = [graph.new_name(f"{stem}_{part}") for part in "qkv"]
     lengths = graph.add_constant(np.array(sizes, np.int64), f"{stem}_sizes")
     graph.insert_for(node, "Split", [stem, lengths], parts, axis=0)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from .domain import imported_version
-from .edited_graph import EditedGraph
+from .edited_graph import EditedGraph, edit
 
 _OPSET = 13  # from which Unsqueeze takes its axes as an input
 _HEADS = 1
@@ -19,24 +18,27 @@ _HEADS = 1
 
 def gather(model: onnx.ModelProto) -> int:
     """Replaces repetitions of heads of the main graph, in place; returns how many."""
-    if (imported_version(model.opset_import) or 0) < _OPSET:
-        return 0
-    graph = EditedGraph(model)
-    indices: dict[tuple[int, int], str] = {}
-    count = 0
-    for node in graph.nodes:
-        found = repetition(graph, node)
+    return edit(model, lambda graph: _Gathering(graph).gather, opset=_OPSET)
+
+
+class _Gathering:
+    """Nodes with the same heads share the indices."""
+
+    def __init__(self, graph: EditedGraph) -> None:
+        self._graph = graph
+        self._indices: dict[tuple[int, int], str] = {}
+
+    def gather(self, node: onnx.NodeProto) -> int:
+        found = repetition(self._graph, node)
         if found is None:
-            continue
+            return 0
         x, heads, times = found
-        if (heads, times) not in indices:
+        if (heads, times) not in self._indices:
             numbers = np.repeat(np.arange(heads, dtype=np.int64), times)
-            indices[heads, times] = graph.add_constant(numbers, f"{heads}_heads_{times}_times")
-        graph.become(node, "Gather", [x, indices[heads, times]], axis=_HEADS)
-        count += 1
-    if count:
-        graph.finish()
-    return count
+            name = self._graph.add_constant(numbers, f"{heads}_heads_{times}_times")
+            self._indices[heads, times] = name
+        self._graph.become(node, "Gather", [x, self._indices[heads, times]], axis=_HEADS)
+        return 1
 
 
 def repetition(graph: EditedGraph, node: onnx.NodeProto | None) -> tuple[str, int, int] | None:

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-from onnx import helper
 
-from .domain import imported_version
-from .edited_graph import MICROSOFT, EditedGraph
+from .edited_graph import MICROSOFT, EditedGraph, edit
+from .tree import attributes_of
 
 _TYPES = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 _OPSET = 13  # from which Squeeze takes its axes as an input
@@ -30,27 +29,33 @@ class _Rotation(NamedTuple):
 
 def fuse(model: onnx.ModelProto) -> int:
     """Fuses the rotations of the main graph, in place; returns how many."""
-    if (imported_version(model.opset_import) or 0) < _OPSET:
-        return 0
-    graph = EditedGraph(model)
-    tables = _Tables(graph)
-    position = ""
-    count = 0
-    for node in graph.nodes:
+    return edit(model, lambda graph: _Fusing(graph).fuse, opset=_OPSET)
+
+
+class _Fusing:
+    """Rotations share their tables, and the first position."""
+
+    def __init__(self, graph: EditedGraph) -> None:
+        self._graph = graph
+        self._tables = _Tables(graph)
+        self._position = ""
+
+    def fuse(self, node: onnx.NodeProto) -> int:
+        graph = self._graph
         found = _rotation(graph, node)
         if found is None:
-            continue
-        cos, sin = (tables.half_of(value, found.half, node) for value in (found.cos, found.sin))
+            return 0
+        sides = (found.cos, found.sin)
+        cos, sin = (self._tables.half_of(value, found.half, node) for value in sides)
         if cos is None or sin is None:
-            continue
-        # Each row of the tables stands for its own position, so that the first one is 0.
-        position = position or graph.add_constant(np.array([0], np.int64), "first_position")
-        operands = [found.x, position, cos, sin]
+            return 0
+        if not self._position:
+            # Each row of the tables stands for its own position, so that the first one is 0.
+            first = np.array([0], np.int64)
+            self._position = graph.add_constant(first, "first_position")
+        operands = [found.x, self._position, cos, sin]
         graph.become(node, "RotaryEmbedding", operands, domain=MICROSOFT, interleaved=0)
-        count += 1
-    if count:
-        graph.finish()
-    return count
+        return 1
 
 
 def _rotation(graph: EditedGraph, node: onnx.NodeProto) -> _Rotation | None:
@@ -156,7 +161,7 @@ class _Tables:
             old = node.output[0]
             if old not in self._made:
                 inputs = [name if self._is_number(name) else value for name in node.input]
-                attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+                attributes = attributes_of(node)
                 self._made[old] = graph.insert(
                     before, node.op_type, inputs, f"{old}_half", **attributes
                 )

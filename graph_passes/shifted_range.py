@@ -7,29 +7,23 @@ refuses CUDA graphs of the whole model.
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx
 
-from .domain import imported_version
-from .edited_graph import EditedGraph
+from .edited_graph import EditedGraph, edit
 
 _OPSET = 13  # the first whose Add takes all types of Range; older ones are not looked at
 
 
 def shift(model: onnx.ModelProto) -> int:
     """Shifts ranges of the main graph, in place; returns how many sums it replaced."""
-    if (imported_version(model.opset_import) or 0) < _OPSET:
-        return 0
-    graph = EditedGraph(model)
-    count = 0
-    for node in graph.nodes:
-        if node.op_type == "Add" and not node.domain:
-            count += _shift(graph, node)
-    if count:
-        graph.finish()
-    return count
+    return edit(model, lambda graph: partial(_shift, graph), opset=_OPSET)
 
 
 def _shift(graph: EditedGraph, node: onnx.NodeProto) -> int:
+    if node.op_type != "Add" or node.domain:
+        return 0
     for counted, start in (node.input, reversed(node.input)):
         source = graph.producer(counted, "Range")
         if source is None or source.domain or graph.shape(start) != []:

@@ -211,6 +211,11 @@ def reads_of(body: Body) -> Iterator[str]:
             yield from reads_of(graph)
 
 
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    """The attributes of a node, by name."""
+    return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+
+
 def names_of(graph: onnx.GraphProto) -> Iterator[str]:
     """The names of the values that a graph and its subgraphs are given or make."""
     yield from (value.name for value in (*graph.input, *graph.initializer))

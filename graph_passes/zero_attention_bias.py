@@ -8,9 +8,11 @@ quickest kernels.
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx
 
-from .edited_graph import MICROSOFT, EditedGraph
+from .edited_graph import MICROSOFT, EditedGraph, edit
 
 _ATTENTION_BIAS = 5  # the same input of both
 _MOVING = ("Expand", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Identity")
@@ -22,20 +24,19 @@ def remove(model: onnx.ModelProto) -> int:
 
     A bias counts as zero if constants alone say so, whatever its shape depends on.
     """
-    graph = EditedGraph(model)
-    count = 0
-    for node in graph.nodes:
-        if node.domain != MICROSOFT or node.op_type not in ("Attention", "MultiHeadAttention"):
-            continue
-        operands = list(node.input)
-        bias = operands[_ATTENTION_BIAS] if len(operands) > _ATTENTION_BIAS else ""
-        if bias and _only_number(graph, bias) == 0:
-            operands[_ATTENTION_BIAS] = ""
-            graph.rewire(node, operands)
-            count += 1
-    if count:
-        graph.finish()
-    return count
+    return edit(model, lambda graph: partial(_remove, graph))
+
+
+def _remove(graph: EditedGraph, node: onnx.NodeProto) -> int:
+    if node.domain != MICROSOFT or node.op_type not in ("Attention", "MultiHeadAttention"):
+        return 0
+    operands = list(node.input)
+    bias = operands[_ATTENTION_BIAS] if len(operands) > _ATTENTION_BIAS else ""
+    if not bias or _only_number(graph, bias) != 0:
+        return 0
+    operands[_ATTENTION_BIAS] = ""
+    graph.rewire(node, operands)
+    return 1
 
 
 def _only_number(graph: EditedGraph, value: str, depth: int = 0) -> float | None:

@@ -379,17 +379,18 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             # Registered ops are never inlined: with such options only the untouched model runs
             # elsewhere.
             untouched = registration is None and options in _registered
-            ready = _Ready(source)
-            if self._request.rewrite and not untouched and not _is_ort_format(source, options):
-                ready = _rewritten(source, self._request.optimize)
-            self.moonpoly_report = ready.report
-            if self._request.shapes == "changing" and _adds_settings(
+            changing = self._request.shapes == "changing" and _adds_settings(
                 registration, providers, options
-            ):
-                exposed = ready.exposed
-                if ready.report is None and not _is_ort_format(source, options):
-                    exposed = _is_exposed(source)
-                providers = for_changing_shapes(providers, provider_options, exposed=exposed)
+            )
+            ready = _Ready(source)
+            if not _is_ort_format(source, options):
+                if self._request.rewrite and not untouched:
+                    ready = _rewritten(source, self._request.optimize, attention=changing)
+                elif changing:
+                    ready = _as_it_is(source)
+            self.moonpoly_report = ready.report
+            if changing:
+                providers = for_changing_shapes(providers, provider_options, exposed=ready.exposed)
                 provider_options = None
             try:
                 with (
@@ -486,15 +487,20 @@ class _Ready(NamedTuple):
     exposed: bool = False
 
 
-def _rewritten(source: str | bytes | os.PathLike[str], optimize: str | None) -> _Ready:
-    """The rewritten graph; where nothing was optimized and no node was taken, the source itself."""
+def _rewritten(
+    source: str | bytes | os.PathLike[str], optimize: str | None, *, attention: bool = False
+) -> _Ready:
+    """The rewritten graph; where nothing was optimized and no node was taken, the source itself.
+
+    attention: whether to look at its attention, too.
+    """
     from . import model_files
     from .graph_passes import aligned_keys, pipeline
 
     # Mapping the file is safe, since it is used here and now.
     read = model_files.read(source, mapped=True)
     model = optimizing.optimized(read, optimize)
-    exposed = aligned_keys.is_exposed(model.light)
+    exposed = attention and aligned_keys.is_exposed(model.light)
     report = pipeline.apply(model.light, model, static=False, enabled=pipeline.select(None, ()))
     if model is read and not any(entry.taken for entry in report):
         return _Ready(source, None, report, exposed)
@@ -502,15 +508,16 @@ def _rewritten(source: str | bytes | os.PathLike[str], optimize: str | None) -> 
     return _Ready(b"".join(model.serialized()), folder, report, exposed)
 
 
-def _is_exposed(source: str | bytes | os.PathLike[str]) -> bool:
-    """As of `for_changing_shapes`, of a model that is run as it is."""
+def _as_it_is(source: str | bytes | os.PathLike[str]) -> _Ready:
+    """The source, whose attention was looked at."""
     from . import model_files
     from .graph_passes import aligned_keys
 
     try:
-        return aligned_keys.is_exposed(model_files.read(source, mapped=True).light)
-    except MoonPolyError:
-        return False  # ONNX Runtime takes it, or says itself what is wrong
+        light = model_files.read(source, mapped=True).light
+    except MoonPolyError:  # ONNX Runtime takes it, or says itself what is wrong
+        return _Ready(source)
+    return _Ready(source, exposed=aligned_keys.is_exposed(light))
 
 
 @contextmanager

@@ -46,6 +46,32 @@ def op_types(model: onnx.ModelProto) -> list[str]:
     ]
 
 
+def node_of(model: onnx.ModelProto, output: str) -> onnx.NodeProto:
+    """The node of the main graph that makes a value."""
+    return next(node for node in model.graph.node if output in node.output)
+
+
+def make_an_input(model: onnx.ModelProto, constant: str) -> None:
+    """Has the caller give what was an initializer."""
+    tensor = next(t for t in model.graph.initializer if t.name == constant)
+    info = onnx.helper.make_tensor_value_info(constant, tensor.data_type, list(tensor.dims))
+    model.graph.input.append(info)
+    model.graph.initializer.remove(tensor)
+
+
+def normal_feeds(
+    model: onnx.ModelProto, seed: Sequence[int], sizes: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """Random fp32 inputs, with these sizes of symbolic dimensions."""
+    rng = np.random.default_rng(seed)
+    return {
+        value.name: rng.standard_normal(
+            [sizes.get(d.dim_param, d.dim_value) for d in value.type.tensor_type.shape.dim]
+        ).astype(np.float32)
+        for value in model.graph.input
+    }
+
+
 def run(
     model: onnx.ModelProto | bytes,
     feeds: Feeds,

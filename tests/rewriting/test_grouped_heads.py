@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
-from equivalence import op_types, run
+from equivalence import make_an_input, node_of, normal_feeds, op_types, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moonpoly_ort.graph_passes import grouped_heads, merged_products
@@ -94,25 +94,34 @@ def model(
 
 
 def feeds(proto: onnx.ModelProto, batch: int, length: int, past: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng([batch, length, past])
     sizes = {"batch": batch, "length": length, "past": past, "total": past + length}
-    return {
-        value.name: rng.standard_normal(
-            [sizes.get(d.dim_param, d.dim_value) for d in value.type.tensor_type.shape.dim]
-        ).astype(np.float32)
-        for value in proto.graph.input
-    }
+    return normal_feeds(proto, [batch, length, past], sizes)
+
+
+Results = list[np.ndarray]
+
+
+def assert_close(results: Results, wanted: Results) -> None:
+    for got, value in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+
+
+def assert_grouped(proto: onnx.ModelProto, feed: dict[str, np.ndarray], nodes: int) -> Results:
+    """Groups the heads of so many nodes; the model gives what it did, which is returned."""
+    want = run(proto, feed)
+    assert grouped_heads.group(proto) == nodes
+    onnx.checker.check_model(proto)
+    assert_close(run(proto, feed), want)
+    return want
 
 
 def assert_equal(proto: onnx.ModelProto, feed: dict[str, np.ndarray], nodes: int) -> None:
     """Groups, and merges products behind it; each must give what the model did."""
-    want = run(proto, feed)
-    assert grouped_heads.group(proto) == nodes
-    for merged in (nodes, 0):
-        onnx.checker.check_model(proto)
-        for got, value in zip(run(proto, feed), want, strict=True):
-            np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
-        assert merged_products.merge(proto) == merged
+    want = assert_grouped(proto, feed, nodes)
+    assert merged_products.merge(proto) == nodes
+    onnx.checker.check_model(proto)
+    assert_close(run(proto, feed), want)
+    assert merged_products.merge(proto) == 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,8 +169,7 @@ def test_a_single_token_of_8_heads_is_followed_by_a_row_of_zeros(length: int) ->
     *got, rows, mask = run(proto, feed)
     count = 9 if length == 1 else 8 * length
     assert rows.shape[1] == mask.shape[2] == count
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("times", [3, 8])
@@ -179,23 +187,16 @@ def test_values_keep_the_shapes_that_the_model_records(times: int) -> None:
         assert value.shape == (2, 1, 2 * times * 4)
 
 
-def _node(proto: onnx.ModelProto, output: str) -> onnx.NodeProto:
-    return next(node for node in proto.graph.node if output in node.output)
-
-
 def _a_causal_mask(proto: onnx.ModelProto) -> None:
-    _node(proto, "y0").attribute.append(helper.make_attribute("unidirectional", 1))
+    node_of(proto, "y0").attribute.append(helper.make_attribute("unidirectional", 1))
 
 
 def _values_once(proto: onnx.ModelProto) -> None:
-    _node(proto, "y0").input[2] = "k3_0"
+    node_of(proto, "y0").input[2] = "k3_0"
 
 
 def _a_weight_that_varies(proto: onnx.ModelProto) -> None:
-    tensor = next(t for t in proto.graph.initializer if t.name == "wq0")
-    info = helper.make_tensor_value_info("wq0", TensorProto.FLOAT, list(tensor.dims))
-    proto.graph.input.append(info)
-    proto.graph.initializer.remove(tensor)
+    make_an_input(proto, "wq0")
 
 
 def _a_result_that_is_read_elsewhere(proto: onnx.ModelProto) -> None:
@@ -209,19 +210,19 @@ def _a_query_that_is_read_elsewhere(proto: onnx.ModelProto) -> None:
 
 
 def _a_result_on_the_right(proto: onnx.ModelProto) -> None:
-    node = _node(proto, "x1")
+    node = node_of(proto, "x1")
     node.input[0], node.input[1] = "wo0", "y0"
 
 
 def _another_operator(proto: onnx.ModelProto) -> None:
-    node = _node(proto, "x1")
+    node = node_of(proto, "x1")
     node.op_type, node.domain = "FusedMatMul", MICROSOFT
 
 
 def _a_padding_mask(proto: onnx.ModelProto) -> None:
     info = helper.make_tensor_value_info("padding", TensorProto.INT32, ["batch", "total"])
     proto.graph.input.append(info)
-    _node(proto, "y0").input[4] = "padding"
+    node_of(proto, "y0").input[4] = "padding"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_a_rotary_embedding_of_other_heads_stays(width: int, attributes: dict[st
     for tensor in proto.graph.initializer:
         if tensor.name in ("cos", "sin"):
             tensor.CopyFrom(numpy_helper.from_array(np.ones((16, width), np.float32), tensor.name))
-    rotary = _node(proto, "q2_0")
+    rotary = node_of(proto, "q2_0")
     rotary.attribute.extend(helper.make_attribute(*pair) for pair in attributes.items())
     run(proto, feeds(proto, 2, 3, 4))  # a model that works
     assert grouped_heads.group(proto) == 0
@@ -272,12 +273,7 @@ def test_new_values_take_no_name_that_something_else_has(place: str) -> None:
         branches = {"then_branch": branch, "else_branch": branch}
         proto.graph.node.append(helper.make_node("If", ["condition"], ["either"], **branches))
         proto.graph.output.append(helper.make_tensor_value_info("either", TensorProto.FLOAT, dims))
-    feed = feeds(proto, 2, 3, 4)
-    want = run(proto, feed)
-    assert grouped_heads.group(proto) == 1
-    onnx.checker.check_model(proto)
-    for got, value in zip(run(proto, feed), want, strict=True):
-        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    assert_grouped(proto, feeds(proto, 2, 3, 4), 1)
 
 
 @pytest.mark.parametrize("bias", ["first", "between"])
@@ -295,12 +291,7 @@ def test_nodes_stay_in_order_wherever_products_lie(bias: str) -> None:
     del proto.graph.node[:]
     proto.graph.node.extend([*nodes.values(), *late, attention, output])
     onnx.checker.check_model(proto)
-    feed = feeds(proto, 2, 3, 4)
-    want = run(proto, feed)
-    assert grouped_heads.group(proto) == 1
-    onnx.checker.check_model(proto)
-    for got, value in zip(run(proto, feed), want, strict=True):
-        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5 * np.abs(value).max())
+    assert_grouped(proto, feeds(proto, 2, 3, 4), 1)
 
 
 @pytest.mark.parametrize(

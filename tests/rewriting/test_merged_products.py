@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
-from equivalence import op_types, run
+from equivalence import make_an_input, node_of, normal_feeds, op_types, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moonpoly_ort.graph_passes import merged_products
@@ -75,14 +75,8 @@ def model(
 
 
 def feeds(proto: onnx.ModelProto, batch: int, length: int, past: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng([batch, length, past])
     sizes = {"batch": batch, "length": length, "past": past}
-    return {
-        value.name: rng.standard_normal(
-            [sizes.get(d.dim_param, d.dim_value) for d in value.type.tensor_type.shape.dim]
-        ).astype(np.float32)
-        for value in proto.graph.input
-    }
+    return normal_feeds(proto, [batch, length, past], sizes)
 
 
 @settings(max_examples=30, deadline=None)
@@ -145,25 +139,18 @@ def test_the_operators_that_are_left(biases: str) -> None:
     assert not rewritten.keys() & {"MatMul", "Add"}
 
 
-def _node(proto: onnx.ModelProto, output: str) -> onnx.NodeProto:
-    return next(node for node in proto.graph.node if output in node.output)
-
-
 def _another_input(proto: onnx.ModelProto) -> None:
     other = helper.make_tensor_value_info("z", TensorProto.FLOAT, ["batch", "length", ROWS])
     proto.graph.input.append(other)
-    _node(proto, "v0").input[0] = "z"
+    node_of(proto, "v0").input[0] = "z"
 
 
 def _a_weight_that_varies(proto: onnx.ModelProto) -> None:
-    tensor = next(t for t in proto.graph.initializer if t.name == "wk")
-    info = helper.make_tensor_value_info("wk", TensorProto.FLOAT, list(tensor.dims))
-    proto.graph.input.append(info)
-    proto.graph.initializer.remove(tensor)
+    make_an_input(proto, "wk")
 
 
 def _another_operator(proto: onnx.ModelProto) -> None:
-    _node(proto, "q").op_type = "Tanh"
+    node_of(proto, "q").op_type = "Tanh"
 
 
 def _no_attention(proto: onnx.ModelProto) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from equivalence import op_types, run
+from equivalence import make_an_input, op_types, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moonpoly_ort.graph_passes import packed_attention
@@ -161,10 +161,7 @@ def _another_input(proto: onnx.ModelProto) -> None:
 
 
 def _a_weight_that_varies(proto: onnx.ModelProto) -> None:
-    weight = proto.graph.initializer[0]
-    shape = list(weight.dims)
-    proto.graph.input.append(helper.make_tensor_value_info(weight.name, weight.data_type, shape))
-    del proto.graph.initializer[0]
+    make_an_input(proto, proto.graph.initializer[0].name)
 
 
 def _a_narrower_value(proto: onnx.ModelProto) -> None:

@@ -1,0 +1,28 @@
+"""MultiHeadAttention of com.microsoft: its operands by place, its attributes by name."""
+
+from __future__ import annotations
+
+import onnx
+
+from .edited_graph import MICROSOFT
+
+QUERY, KEY, VALUE, BIAS, PADDING_MASK, ATTENTION_BIAS, PAST_KEY = range(7)
+
+CAUSAL = "unidirectional"
+PLAIN = frozenset({"num_heads", "mask_filter_value", "scale"})
+"""Attributes that say nothing of how queries and keys lie to each other."""
+
+
+def is_attention(node: onnx.NodeProto) -> bool:
+    """Whether a node is one."""
+    return node.op_type == "MultiHeadAttention" and node.domain == MICROSOFT
+
+
+def operands(node: onnx.NodeProto) -> list[str]:
+    """All inputs up to the cache at least, absent ones empty."""
+    return [*node.input, *[""] * (PAST_KEY + 1 - len(node.input))]
+
+
+def head_count(node: onnx.NodeProto) -> int:
+    """How many heads the query has; 0 for a node that does not say it."""
+    return next((a.i for a in node.attribute if a.name == "num_heads"), 0)
