@@ -17,15 +17,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from . import multi_head_attention
 from .edited_graph import EditedGraph, edit
-from .multi_head_attention import ATTENTION_BIAS, CAUSAL, KEY, PADDING_MASK, PAST_KEY, VALUE
+from .multi_head_attention import (
+    ATTENTION_BIAS,
+    CAUSAL,
+    KEY,
+    MULTIPLES,
+    PADDING_MASK,
+    PAST_KEY,
+    VALUE,
+)
 from .tree import attributes_of
 
 _OPSET = 15  # the first whose Shape takes a part of the axes
-_MULTIPLES: dict[int, int] = {TensorProto.FLOAT16: 8, TensorProto.FLOAT: 16}
 
 
 def pad(model: onnx.ModelProto) -> int:
@@ -61,7 +67,7 @@ def _is_exposed(graph: EditedGraph, node: onnx.NodeProto) -> bool:
         return False
     if operands[PAST_KEY]:
         return True
-    if graph.element_type(operands[KEY]) not in _MULTIPLES:
+    if graph.element_type(operands[KEY]) not in MULTIPLES:
         return False
     keys, values = (graph.shape(operands[index]) for index in (KEY, VALUE))
     if keys is None or values is None or len(keys) != len(values) or len(keys) not in (3, 4):
@@ -103,7 +109,7 @@ class _Padding:
     def _columns(self, mask: str, element: int, node: onnx.NodeProto) -> str:
         """The mask with columns of -inf."""
         graph = self.graph
-        multiple = graph.add_constant(np.array([_MULTIPLES[element]], np.int64), f"{mask}_multiple")
+        multiple = graph.add_constant(np.array([MULTIPLES[element]], np.int64), f"{mask}_multiple")
         total = graph.insert(node, "Shape", [mask], f"{mask}_keys", start=3)
         negative = graph.insert(node, "Neg", [total], f"{mask}_keys_negative")
         left = graph.insert(node, "Mod", [negative, multiple], f"{mask}_missing")

@@ -16,6 +16,7 @@ from . import (
     grouped_heads,
     merged_products,
     packed_attention,
+    padded_tokens,
     projection_bias,
     repeated_heads,
     rotary_embedding,
@@ -41,16 +42,19 @@ _NEIGHBOURS: tuple[Pass, ...] = (
     ("grouped_heads", grouped_heads.group),  # which looks for keys as the views leave them
     ("repeated_heads", repeated_heads.gather),
 )
-_LAST: Pass = ("aligned_keys", aligned_keys.pad)  # of the keys that attention reads in the end
+_LENGTHS: tuple[Pass, ...] = (  # of what attention reads in the end
+    ("padded_tokens", padded_tokens.pad),
+    ("aligned_keys", aligned_keys.pad),
+)
 
-LEAN: tuple[Pass, ...] = (*_MASKS, *_NEIGHBOURS, _LAST)
+LEAN: tuple[Pass, ...] = (*_MASKS, *_NEIGHBOURS, *_LENGTHS)
 """Attention stays as it was fused."""
 
 UNPACKED: tuple[Pass, ...] = (
     *_MASKS,
     ("unpacked_attention", unpacked_attention.unpack),
     *_NEIGHBOURS,
-    _LAST,
+    *_LENGTHS,
 )
 """Q, K and V are products of their own."""
 
@@ -59,7 +63,7 @@ PACKED: tuple[Pass, ...] = (
     ("packed_attention", packed_attention.pack),
     *_NEIGHBOURS,
     ("merged_products", merged_products.merge),  # those that could not be packed
-    _LAST,
+    *_LENGTHS,
 )
 """Q, K and V are one product."""
 

@@ -45,6 +45,7 @@ class EditedGraph:
         }
         self._taken = {*self._reads, *self._recorded, *names_of(model.graph)}
         self._before: dict[int, list[onnx.NodeProto]] = defaultdict(list)
+        self._behind: dict[int, list[onnx.NodeProto]] = defaultdict(list)
         self._hoisted: dict[int, onnx.NodeProto] = {}
         self._gone: set[int] = set()
         self._released: list[str] = []
@@ -121,6 +122,22 @@ class EditedGraph:
             for dim in info.type.tensor_type.shape.dim
         ]
 
+    def dimension_names(self) -> set[str]:
+        """The names of dimensions that the model records."""
+        shapes = [self.shape(value) or [] for value in self._recorded]
+        return {size for shape in shapes for size in shape if isinstance(size, str)}
+
+    def record(self, value: str, element: int, shape: Sequence[int | str]) -> None:
+        """Records the type and shape of a value that is neither given nor an output; "" stands for
+        an unknown dimension.
+        """
+        info = helper.make_tensor_value_info(value, element, [size or None for size in shape])
+        if value in self._recorded:
+            self._recorded[value].CopyFrom(info)
+        else:
+            self._graph.value_info.append(info)
+            self._recorded[value] = self._graph.value_info[-1]
+
     def same_sizes(self, one: str, other: str, axes: slice = slice(None)) -> bool:
         """Whether two values have, as recorded, one rank and the same sizes along some axes."""
         first, second = self.shape(one), self.shape(other)
@@ -178,19 +195,20 @@ class EditedGraph:
 
     def insert_for(
         self,
-        before: onnx.NodeProto,
+        place: onnx.NodeProto,
         op_type: str,
         inputs: Sequence[str],
         outputs: Sequence[str],
         *,
         domain: str = "",
+        behind: bool = False,
         **attributes: Any,
     ) -> None:
-        """Makes a node in front of another one for values that nothing makes now."""
+        """Makes a node in front of another one, or behind it, for values that nothing makes now."""
         node = helper.make_node(
             op_type, inputs, outputs, f"{outputs[0]}_{op_type}", domain=domain, **attributes
         )
-        self._before[id(before)].append(node)
+        (self._behind if behind else self._before)[id(place)].append(node)
         self._enter(node)
 
     def remove(self, node: onnx.NodeProto) -> None:
@@ -209,6 +227,14 @@ class EditedGraph:
         del node.input[:]
         node.input.extend(names)
         self._enter(node)
+
+    def rename_output(self, node: onnx.NodeProto, value: str, name: str) -> None:
+        """Has a node make a value under another name; the old one is free for another node."""
+        outputs = [name if output == value else output for output in node.output]
+        del node.output[:]
+        node.output.extend(outputs)
+        del self._producers[value]
+        self._producers[name] = node
 
     def become(
         self,
@@ -257,7 +283,8 @@ class EditedGraph:
         nodes = [node for key, node in self._hoisted.items() if key not in self._gone]
         placed = self._gone | self._hoisted.keys()
         for node in self.nodes:
-            nodes += [new for new in (*self._before[id(node)], node) if id(new) not in placed]
+            around = (*self._before[id(node)], node, *self._behind[id(node)])
+            nodes += [new for new in around if id(new) not in placed]
         del self._graph.node[:]
         self._graph.node.extend(nodes)
         for index in reversed(range(len(self._graph.initializer))):

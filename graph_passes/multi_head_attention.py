@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx
+from onnx import TensorProto
 
 from .edited_graph import MICROSOFT
 
@@ -11,6 +12,10 @@ QUERY, KEY, VALUE, BIAS, PADDING_MASK, ATTENTION_BIAS, PAST_KEY = range(7)
 CAUSAL = "unidirectional"
 PLAIN = frozenset({"num_heads", "mask_filter_value", "scale"})
 """Attributes that say nothing of how queries and keys lie to each other."""
+
+MULTIPLES: dict[int, int] = {TensorProto.FLOAT16: 8, TensorProto.FLOAT: 16}
+"""Of what number, by element type, the rows and columns of a mask must be for ONNX Runtime's
+memory-efficient attention (1.31)."""
 
 
 def is_attention(node: onnx.NodeProto) -> bool:
