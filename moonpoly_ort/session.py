@@ -7,11 +7,12 @@ ONNX Runtime then inlines the body of every `ai.moonpoly` op and runs its own ke
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,6 +262,15 @@ class _Request(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def _refuse_misspelt(options: Iterable[str]) -> None:
+    """onnxruntime ignores keywords that it does not know: one that looks like ours is an error."""
+    own = InferenceSession.__init__.__kwdefaults__
+    for name in options:
+        meant = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
+        if meant:
+            raise ArgumentError(f"{name}= is no option of a session; did you mean {meant[0]}=?")
+
+
 class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
     """`onnxruntime.InferenceSession` with the products and convolutions on MoonPoly's kernels.
 
@@ -311,6 +321,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         shapes: Shapes = "changing",
         **kwargs: Any,
     ) -> None:
+        _refuse_misspelt(kwargs)
         graphs = GraphLimits.of(cuda_graphs)
         optimizing.check(optimize)
         _check("shapes", shapes, ("changing", "repeating"))

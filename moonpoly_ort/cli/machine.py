@@ -96,10 +96,14 @@ def _architectures(given: list[str]) -> list[int]:
     wanted = []
     for text in given:
         match = re.fullmatch(r"sm_?(\d+)", text)
-        if not match or int(match[1]) not in supported:
+        accepted = ", ".join(f"sm_{sm}" for sm in supported)
+        if not match:
+            raise ArgumentError(
+                f"--arch {text} is no architecture; accepted: {accepted}, or all (alone)"
+            )
+        if int(match[1]) not in supported:
             raise DeviceError(
-                f"--arch {text}: there are no kernels for this architecture, only for "
-                f"{', '.join(f'sm_{sm}' for sm in supported)}"
+                f"--arch {text}: there are no kernels for this architecture, only for {accepted}"
             )
         wanted.append(int(match[1]))
     return wanted

@@ -175,6 +175,7 @@ class TestBadInput:
 
     def test_an_unsupported_architecture_and_an_unknown_gpu(self, model: Path) -> None:
         assert "sm_75" in fails(5, "pack", "--arch", "sm_75")
+        assert "foo is no architecture" in fails(2, "pack", "--arch", "foo")
         assert "GTX 1080" in fails(5, "explain", model, "--dim", "batch=1", "--gpu", "GTX 1080")
 
     @pytest.mark.skipif(HAS_CUDA, reason="this onnxruntime has a CUDA provider")

@@ -209,6 +209,14 @@ def test_a_wrong_choice_names_the_accepted_ones(model: Path, wrong: dict[str, st
         register(ort.SessionOptions(), **wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"), [("cuda_graph", "cuda_graphs"), ("optimise", "optimize")]
+)
+def test_a_misspelt_option_is_not_ignored(model: Path, name: str, meant: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}= is no option .* mean {meant}="):
+        InferenceSession(model, providers=CPU, **{name: 8})
+
+
 def test_a_vendor_choice_is_a_switch(model: Path) -> None:
     with pytest.raises(ArgumentError, match=r"vendor = 'yes'; accepted: None, False, True"):
         InferenceSession(model, providers=CPU, vendor="yes")
