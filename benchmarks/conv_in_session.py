@@ -28,7 +28,7 @@ from benchmarks.operand_sets import matrices
 from benchmarks.operands import DTYPES, NUMBERS, error_limit
 from benchmarks.running import ELEMENTS, Bound, Provider, every_rule, our_session, plain_session
 from moonpoly_ort import native
-from moonpoly_ort.session import Precision
+from moonpoly_ort.registering import Precision
 
 KEY = KERNEL_KEY[:-1]
 ORT_MODES = {"default": {}, "heuristic": {"cudnn_conv_algo_search": "HEURISTIC"}}

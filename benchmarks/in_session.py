@@ -34,7 +34,7 @@ from benchmarks.running import (
 )
 from benchmarks.suites import Row
 from moonpoly_ort import native
-from moonpoly_ort.session import Precision
+from moonpoly_ort.registering import Precision
 
 HEAD = [
     *KEY, "class", "batch", "m", "n", "k", "core", "status", "note", "nodes",

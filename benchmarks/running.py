@@ -16,7 +16,7 @@ import onnxruntime as ort
 import torch
 
 import moonpoly_ort
-from moonpoly_ort.session import Precision
+from moonpoly_ort.registering import Precision
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"

@@ -106,5 +106,5 @@ class TokenWise:
 
 def _is_along_columns(node: onnx.NodeProto, default: int) -> bool:
     """Whether the axis of a node, or the first of them, is behind that of the tokens."""
-    axis = attributes_of(node).get("axis", default)
+    axis = int(attributes_of(node).get("axis", default))
     return axis == -1 or axis > 1

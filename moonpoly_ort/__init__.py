@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from .explaining import NodePlan, explain
     from .graph_policy import GraphLimits
     from .native import library_path
+    from .registering import register
     from .rewriting import RewriteResult, list_rules, rewrite
-    from .session import InferenceSession, register
+    from .session import InferenceSession
 
     __version__: str
 
@@ -70,7 +71,7 @@ _HOME = {
     "list_rules": "rewriting",
     "RewriteResult": "rewriting",
     "InferenceSession": "session",
-    "register": "session",
+    "register": "registering",
     "explain": "explaining",
     "GraphLimits": "graph_policy",
     "NodePlan": "explaining",

@@ -22,11 +22,11 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 @pytest.fixture(autouse=True)
 def nothing_said() -> Iterator[None]:
     """The once-per-process log messages start anew in every test."""
-    from moonpoly_ort import session
+    from moonpoly_ort import registering
 
-    session._said.clear()
+    registering._said.clear()
     yield
-    session._said.clear()
+    registering._said.clear()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from moonpoly_ort import ArgumentError, InferenceSession, session
+from moonpoly_ort import ArgumentError, InferenceSession, registering, session
 from moonpoly_ort.provider_settings import (
     ANY_LENGTHS,
     CHANGING_SHAPES,
@@ -63,9 +63,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         found.append(cuda[1] if isinstance(cuda, tuple) else (own or [{}])[0])
         make(self, source, ort.SessionOptions(), [CPU], None, **kwargs)
 
-    registration = session.Registration("cuda", "tf32", "no.mpk")
-    monkeypatch.setattr(session, "_resolve", lambda *_: registration)
-    monkeypatch.setattr(session, "_register", lambda *_: None)
+    registration = registering.Registration("cuda", "tf32", "no.mpk")
+    monkeypatch.setattr(registering, "resolve", lambda *_: registration)
+    monkeypatch.setattr(registering, "attach", lambda *_: None)
     monkeypatch.setattr(ort.InferenceSession, "__init__", init)
     return found
 
