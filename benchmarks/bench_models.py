@@ -33,7 +33,7 @@ import math
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ from benchmarks.running import CUDA, Provider
 
 SEED = 2026
 START, STREAMS, STEADY = 0.4, 0.78, 0.92  # when, in a model's share of the time, these must end
+PATIENT = 1.5  # times --compile, in which torch.compile may run a stream
 COMPILING = 300  # seconds for torch.compile to answer: five sizes, of which two are compiled
 
 
@@ -65,11 +66,11 @@ class Run:
         self.provider = Provider(arguments.provider, arguments.device, arguments.pack)
         self.rows = CsvRows(arguments.output / "models.csv", HEAD, KEY)
         self.measured = Measured(model, dtype, self.rows.write, arguments.limit)
-        self.streams = streams_of(model, arguments.sizes)
+        self.streams = streams_of(model, arguments.sizes, arguments.streams)
         self.left = parts_left(self.rows, model, dtype, self.streams, arguments)
         self.started = time.monotonic()
         compiling = sum(part == "compile_s" for _, part in self.left)
-        self.seconds = max(seconds - compiling * (1.5 * arguments.compile + 10), 0.4 * seconds)
+        self.seconds = max(seconds - compiling * (PATIENT * arguments.compile + 10), 0.4 * seconds)
 
     def all(self, folder: Path) -> None:
         """Everything, in the order of its weight."""
@@ -188,8 +189,8 @@ class Run:
         alone = Measured(self.model, self.dtype, self.rows.write, COMPILING)
         try:
             alone.load({contender.name: self._process(self.dtype, contender)}, lambda: None)
-            names, seconds = [contender.name], self.arguments.compile
-            alone.stream(names, stream, seconds, math.inf, sweeps=["new_ms"])
+            names, patience = [contender.name], PATIENT * self.arguments.compile
+            alone.stream(names, stream, patience, math.inf, sweeps=["new_ms"])
             alone.steady(names, stream, 1.0, math.inf)
         finally:
             alone.stop()
@@ -208,7 +209,8 @@ def parts_left(
 ) -> list[tuple[str, str]]:
     """Of each stream `stream_s`, `steady_s` and perhaps `compile_s`, and the `checks_s` of all."""
     parts = [(stream.name, part) for stream in streams for part in ("stream_s", "steady_s")]
-    parts.append(("-", "checks_s"))
+    if streams:
+        parts.append(("-", "checks_s"))
     if arguments.compile and model.family != "published":
         parts += [(stream.name, "compile_s") for stream in streams]
     return [
@@ -216,8 +218,10 @@ def parts_left(
     ]  # fmt: skip
 
 
-def streams_of(model: Model, sizes: int = 0) -> list[Stream]:
-    """The streams of a model, of which `sizes` are kept (0: all); no size is a steady one."""
+def streams_of(model: Model, sizes: int = 0, names: Collection[str] = ()) -> list[Stream]:
+    """The streams of a model, or those of some names, of which `sizes` are kept (0: all); no size
+    is a steady one.
+    """
     found = model.streams(np.random.default_rng(SEED))
     return [
         Stream(
@@ -226,6 +230,7 @@ def streams_of(model: Model, sizes: int = 0) -> list[Stream]:
             stream.steady,
         )
         for stream in found
+        if not names or stream.name in names
     ]
 
 
@@ -243,6 +248,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=2.0,
         help="seconds of a contender's runs after which it leaves a stream",
+    )  # fmt: skip
+    parser.add_argument(
+        "--streams", default="", metavar="NAMES",
+        help="which of a model's streams, separated by commas; default: all",
     )  # fmt: skip
     parser.add_argument("--sizes", type=int, default=0, help="of each stream; default: all")
     parser.add_argument("--steady", type=float, default=2.0, help="seconds for its steady sizes")
@@ -265,10 +274,15 @@ def parsed() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.places = Places(arguments.folder, arguments.published)
     arguments.contenders = arguments.contenders and arguments.contenders.split(",")
+    arguments.streams = [name for name in arguments.streams.split(",") if name]
     try:
         arguments.chosen = exported_models.named(arguments.models, arguments.places.known())
     except ValueError as error:
         parser.error(str(error))
+    known = {stream.name for model in arguments.chosen for stream in streams_of(model)}
+    for name in arguments.streams:
+        if name not in known:
+            parser.error(f"--streams: no {name!r} in the models chosen, but {sorted(known)}")
     found = {model: arguments.places.find(model) for model in arguments.chosen}
     missing = [model.id for model, there in found.items() if there is None]
     if missing and arguments.models:
@@ -291,7 +305,7 @@ def main() -> None:
     pairs = [
         (model, dtype) for model in arguments.chosen for dtype in model.dtypes
         if dtype in arguments.dtypes.split(",")
-        and parts_left(done, model, dtype, streams_of(model), arguments)
+        and parts_left(done, model, dtype, streams_of(model, names=arguments.streams), arguments)
     ]  # fmt: skip
     for model in dict.fromkeys(model for model, _ in pairs):
         exported_models.import_for(model)  # here, and not in each of the processes to come

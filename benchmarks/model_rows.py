@@ -253,10 +253,13 @@ def chunks(count: int) -> Iterator[tuple[int, int]]:
 
 def total(taken: Sequence[float], sizes: int) -> tuple[float, str]:
     """The sum over a stream of so many sizes, of which the first were taken, and what to note of
-    it. The others count as the (lower) median, which leaves out what is compiled or searched once.
+    it. The others count as the (lower) median, which leaves out what is compiled or searched once;
+    of one alone nothing tells what came with it once, and the others count nothing.
     """
     if len(taken) == sizes:
         return sum(taken), ""
+    if len(taken) == 1:
+        return taken[0], f"at least: 1 of {sizes} sizes"
     rest = (sizes - len(taken)) * statistics.median_low(taken)
     return sum(taken) + rest, f"from {len(taken)} of {sizes} sizes"
 

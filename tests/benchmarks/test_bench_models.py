@@ -135,6 +135,8 @@ def test_streams_hold_what_is_promised(model: exported_models.Model) -> None:
         assert not set(stream.sizes) & set(stream.steady)
     assert bench_models.streams_of(model) == bench_models.streams_of(model)
     assert all(len(stream.sizes) == 4 for stream in bench_models.streams_of(model, 4))
+    (last,) = bench_models.streams_of(model, names=[bench_models.streams_of(model)[-1].name])
+    assert last == bench_models.streams_of(model)[-1]
 
 
 def test_on_cuda_a_form_has_the_settings_that_suit_it(exported: Path) -> None:

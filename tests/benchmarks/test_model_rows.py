@@ -272,7 +272,7 @@ def test_turns_cover_a_stream(count: int) -> None:
     assert not found or found[0] == (0, min(LEAST, count))
 
 
-@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=20), st.integers(0, 50))
+@given(st.lists(st.floats(0.1, 100), min_size=2, max_size=20), st.integers(0, 50))
 def test_a_total_counts_the_rest_at_the_median(taken: list[float], more: int) -> None:
     value, note = total(taken, len(taken) + more)
     assert bool(note) == bool(more)
@@ -282,6 +282,11 @@ def test_a_total_counts_the_rest_at_the_median(taken: list[float], more: int) ->
 
 def test_what_is_compiled_once_is_not_multiplied() -> None:
     assert total([30_000, 20_000, 5, 5, 5], 105) == (50_015 + 100 * 5, "from 5 of 105 sizes")
+
+
+def test_one_size_alone_is_a_lower_bound() -> None:
+    """It may be the one that was compiled."""
+    assert total([30_000], 100) == (30_000, "at least: 1 of 100 sizes")
 
 
 def test_turning_keeps_all_names() -> None:
