@@ -38,7 +38,7 @@ class ActivationFusion(Fusion):
         if BASES[operator.base].gated:  # where it would be the gates'
             return None
         missed = None
-        expression = _Expression(product)
+        expression = Expression(product, product.output)
         for form, nodes in expression.forms():
             inner = [product.output, *(node.output[0] for node in nodes[:-1])]
             refusal = product.refuse_readers(*inner, by=nodes)
@@ -56,12 +56,15 @@ class ActivationFusion(Fusion):
         return missed
 
 
-class _Expression:
-    """All that is computed from a product and numbers alone, near to it."""
+class Expression:
+    """All that is computed from a value and numbers alone, near to it: the output of a product, or
+    one of its rank and type that only the product goes into.
+    """
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: Product, value: str) -> None:
         self._product = product
-        self._terms: dict[str, Terms] = {product.output: polynomial.variable()}
+        self._value = value
+        self._terms: dict[str, Terms] = {value: polynomial.variable()}
         self._atoms: dict[str, Atom] = {}
         self._nodes: list[onnx.NodeProto] = []
         self._grow()
@@ -76,7 +79,7 @@ class _Expression:
                 yield form, self._needed(node)
 
     def _grow(self) -> None:
-        pending = [self._product.output]
+        pending = [self._value]
         while pending and len(self._nodes) < _MOST_NODES:
             for node in self._product.readers(pending.pop(0)):
                 if len(node.output) != 1 or node.output[0] in self._terms:

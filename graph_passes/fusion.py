@@ -19,7 +19,7 @@ from .domain import DOMAIN, is_standard
 from .operators import OPERATORS, Operator
 from .report import Reason, Refusal
 from .stand_ins import CONTRIB
-from .tree import Array
+from .tree import Array, Columns
 
 if TYPE_CHECKING:
     from .fusing import Graph
@@ -44,8 +44,8 @@ class Fused:
         operator: What the node becomes.
         inputs: Its inputs.
         constants: Constants to make, by the index of the input that they replace.
-        alternating: Pairs of initializers, whose columns in turn become a new one, by the index of
-            the input that this becomes.
+        alternating: Pairs of columns of initializers, which in turn become a new one, by the index
+            of the input that this becomes.
         absorbed: The nodes that go, in the order of the graph; the last one gives the output.
             Empty where nothing behind the product changes.
         attributes: Floats and ints to set on it.
@@ -58,7 +58,7 @@ class Fused:
     inputs: Sequence[str]
     absorbed: Sequence[onnx.NodeProto] = ()
     constants: Mapping[int, NewConstant] = dataclasses.field(default_factory=dict)
-    alternating: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    alternating: Mapping[int, tuple[Columns, Columns]] = dataclasses.field(default_factory=dict)
     attributes: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     changes: Sequence[tuple[onnx.NodeProto, onnx.NodeProto]] = ()
     bypassed: Sequence[str] = ()
@@ -237,17 +237,21 @@ class Product:
         """
         return self._graph.tree.array(self._graph.place.constants[value])
 
-    def refuse_alternating(self, one: str, other: str) -> Refusal | None:
-        """Two weights whose columns can take turns are initializers of the main graph, matrices of
-        one shape and type."""
-        found = []
-        for name in (one, other):
+    def refuse_alternating(self, one: Columns, other: Columns) -> Refusal | None:
+        """Columns that can take turns are of initializers of the main graph, matrices of one type,
+        as many of the same height."""
+        shapes = []
+        for columns in (one, other):
+            name = columns.matrix
             constant = self._graph.place.constants.get(name)
             if constant is None or constant.index is None:
                 return Refusal(Reason.NOT_CONSTANT, f"{name!r} is no initializer of the main graph")
-            found.append(constant.tensor)
-        shapes = [list(tensor.dims) for tensor in found]
-        if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
+            shape = list(constant.tensor.dims)
+            if len(shape) != 2 or 0 in shape or shape[1] % columns.parts:
+                what = f"{name!r} is {shape}, to be taken in {columns.parts} equal parts"
+                return Refusal(Reason.BROADCASTS, what)
+            shapes.append([shape[0], shape[1] // columns.parts])
+        if shapes[0] != shapes[1]:
             return Refusal(Reason.BROADCASTS, f"the weights are {shapes[0]} and {shapes[1]}")
         why = self._graph.tree.why_not_alternating(one, other)
         return Refusal(Reason.NOT_CONSTANT, why) if why else None

@@ -17,8 +17,10 @@ import numpy as np
 from .fusion import Fused, Fusion, NearMiss, NewConstant, Product
 from .operators import ACTIVATIONS, Operator, Residual
 from .report import Reason, Refusal
+from .tree import Array, Columns
 
-_GATED = {"MatMul": "MatMulGated", "MatMulBias": "MatMulGatedBias"}
+GATED = {"MatMul": "MatMulGated", "MatMulBias": "MatMulGatedBias"}
+"""What becomes of a product in which gates and values alternate."""
 
 
 class _Pair(NamedTuple):
@@ -35,6 +37,7 @@ class GatedFusion(Fusion):
         "Mul(Silu(MatMul(X, G)), MatMul(X, U)) -> ai.moonpoly.MatMulGatedSilu(X, GU), the columns "
         "of G and U in turn"
     )
+    changes_weights = True
 
     def match(self, product: Product) -> Fused | NearMiss | None:
         node = product.only_reader()
@@ -54,18 +57,19 @@ class GatedFusion(Fusion):
         if refusal is None and len(gate.inputs) > 2:
             biases = _alternating_biases(gate, value)
             refusal = biases if isinstance(biases, Refusal) else None
-        refusal = refusal or product.refuse_alternating(gate.operand(1), value.operand(1))
+        weights = Columns(gate.operand(1)), Columns(value.operand(1))
+        refusal = refusal or product.refuse_alternating(*weights)
         if refusal is not None:
             return NearMiss(node, refusal)
         activation = gate.operator.activation
         parameters = ACTIVATIONS[activation].parameters if activation else ()
         numbers = {name: gate.attribute(name) for name in parameters}
         return Fused(
-            Operator(_GATED[gate.operator.base], activation),
+            Operator(GATED[gate.operator.base], activation),
             gate.inputs,
             absorbed=[partner.node, node],
             constants={} if biases is None or isinstance(biases, Refusal) else {2: biases},
-            alternating={1: (gate.operand(1), value.operand(1))},
+            alternating={1: weights},
             attributes={name: number.f for name, number in numbers.items() if number is not None},
         )
 
@@ -73,7 +77,7 @@ class GatedFusion(Fusion):
 def _paired(one: Product, other: Product) -> _Pair | None:
     """The products in their roles; None where they are no such pair."""
     for product in (one, other):
-        if product.operator.base not in _GATED or product.operator.residual is not Residual.NONE:
+        if product.operator.base not in GATED or product.operator.residual is not Residual.NONE:
             return None
     if one.operator.base != other.operator.base or one.operand(0) != other.operand(0):
         return None
@@ -93,4 +97,9 @@ def _alternating_biases(gate: Product, value: Product) -> NewConstant | Refusal:
     if arrays[0].shape != arrays[1].shape:
         shapes = " and ".join(str(list(array.shape)) for array in arrays)
         return Refusal(Reason.BROADCASTS, f"the biases are {shapes}")
-    return NewConstant(f"{gate.operand(2)}/gated", np.stack(arrays, axis=-1).reshape(-1))
+    return alternating(gate.operand(2), *arrays)
+
+
+def alternating(name: str, one: Array, other: Array) -> NewConstant:
+    """The elements of two biases in turn, under a name that tells where they come from."""
+    return NewConstant(f"{name}/gated", np.stack([one, other], axis=-1).reshape(-1))

@@ -24,6 +24,7 @@ from .gated import GatedFusion
 from .gemm import GemmRule
 from .matmul import MatMulRule
 from .operators import OPERATORS
+from .packed_gate import PackedGateFusion
 from .report import Entry, Reason, Refusal
 from .residual import ResidualFusion
 from .rule import Rule, Scope
@@ -55,6 +56,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ActivationFusion(),
     BiasFusion(),
     GatedFusion(),
+    PackedGateFusion(),
     ResidualFusion(),
     ScaleFusion(),
     CastFusion(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnx
@@ -27,6 +27,14 @@ _MAIN = "graph"
 """Where the nodes of the main graph are."""
 
 _NUMBERS = {"value_float": np.float32, "value_int": np.int64}
+
+
+class Columns(NamedTuple):
+    """Columns of a matrix, by name: all, or the part of this number of so many equal ones."""
+
+    matrix: str
+    part: int = 0
+    parts: int = 1
 
 
 class Initializers(Protocol):
@@ -47,12 +55,11 @@ class Initializers(Protocol):
             UnreadableError: The file is not there, too short, or outside the model's folder.
         """
 
-    def why_not_alternating(self, one: str, other: str) -> str:
-        """Why the columns of two matrices, by name, cannot take turns in a new one; empty if they
-        can."""
+    def why_not_alternating(self, one: Columns, other: Columns) -> str:
+        """Why columns cannot take turns in a new matrix; empty if they can."""
 
-    def add_alternating(self, one: str, other: str, name: str) -> onnx.TensorProto:
-        """Appends a matrix with the columns of two others in turn: `one` has the even ones."""
+    def add_alternating(self, one: Columns, other: Columns, name: str) -> onnx.TensorProto:
+        """Appends a matrix with columns of two in turn: `one` has the even ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +151,13 @@ class Tree:
         self.names.add(wanted)
         return wanted
 
-    def why_not_alternating(self, one: str, other: str) -> str:
+    def why_not_alternating(self, one: Columns, other: Columns) -> str:
         """As of `Initializers`."""
         return self._initializers.why_not_alternating(one, other)
 
-    def add_alternating(self, place: Place, one: str, other: str) -> str:
-        """The columns of two initializers of the main graph in turn, as a new one; its name."""
-        name = self.new_name(f"{one}/gated")
+    def add_alternating(self, place: Place, one: Columns, other: Columns) -> str:
+        """Columns of initializers of the main graph in turn, as a new one; its name."""
+        name = self.new_name(f"{one.matrix}/gated")
         tensor = self._initializers.add_alternating(one, other, name)
         place.constants[name] = Constant(tensor, False)
         return name

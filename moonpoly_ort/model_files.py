@@ -25,6 +25,7 @@ from .errors import ModelError, OutputError
 from .graph_passes.detached_weights import LARGE, Weight, attach, detach
 from .graph_passes.payload import UnreadableError, copy_message, is_external, tensors
 from .graph_passes.skeleton import keeps_payload
+from .graph_passes.tree import Columns
 
 PROTOBUF_LIMIT = 2**31 - 2**26
 """Payload above which a model is written with external data: 2 GB less room for the graph."""
@@ -138,18 +139,19 @@ class Source:
             )
         return data
 
-    def why_not_alternating(self, one: str, other: str) -> str:
-        """Why the columns of two matrices cannot take turns; empty if they can, and will fit."""
+    def why_not_alternating(self, one: Columns, other: Columns) -> str:
+        """Why columns of matrices cannot take turns; empty if they can, and will fit."""
         with self._lock:
-            tensors = [self._initializer(name)[1] for name in (one, other)]
+            tensors = [self._initializer(columns.matrix)[1] for columns in (one, other)]
+            names = " and ".join(dict.fromkeys(repr(tensor.name) for tensor in tensors))
             if tensors[0].data_type != tensors[1].data_type:
-                return f"{one!r} and {other!r} are of different types"
+                return f"{names} are of different types"
             size = 0
-            for tensor in tensors:
+            for tensor, columns in zip(tensors, (one, other), strict=True):
                 width = _WIDTHS.get(tensor.data_type)
                 if width is None:
                     return f"{tensor.name!r} is of type {tensor.data_type}"
-                size += width * math.prod(tensor.dims)
+                size += width * math.prod(tensor.dims) // columns.parts
                 if is_external(tensor):
                     try:
                         self._check_length(tensor, width * math.prod(tensor.dims))
@@ -159,34 +161,36 @@ class Source:
             held = sum(len(weight.payload) for weight in self._weights.values())
             if any(map(is_external, tensors)) and held + size > PROTOBUF_LIMIT:
                 return (
-                    f"with {one!r} and {other!r}, {held + size} bytes of weights would be in the "
+                    f"with {names}, {held + size} bytes of weights would be in the "
                     f"model's own file; {PROTOBUF_LIMIT} fit"
                 )
             return ""
 
-    def add_alternating(self, one: str, other: str, name: str) -> onnx.TensorProto:
-        """Appends the initializer `name`: the columns of two matrices in turn, `one` first.
+    def add_alternating(self, one: Columns, other: Columns, name: str) -> onnx.TensorProto:
+        """Appends the initializer `name`: columns of matrices in turn, `one` first.
 
         Raises:
             ValueError: A tensor is malformed.
             UnreadableError: External data is missing.
         """
         with self._lock:
-            places = [self._initializer(initializer) for initializer in (one, other)]
-            rows, columns = places[0][1].dims
-            element = np.dtype(f"u{_WIDTHS[places[0][1].data_type]}")
-            both = np.empty((rows, columns, 2), element)
-            for side, (index, tensor) in enumerate(places):
+            first = self._initializer(one.matrix)[1]
+            rows, count = first.dims[0], first.dims[1] // one.parts
+            element = np.dtype(f"u{_WIDTHS[first.data_type]}")
+            both = np.empty((rows, count, 2), element)
+            for side, columns in enumerate((one, other)):
+                index, tensor = self._initializer(columns.matrix)
                 if index in self._weights:
                     data = np.frombuffer(self._weights[index].payload, element)
                 elif is_external(tensor):
                     data = np.frombuffer(self.external_data(tensor), element)
                 else:
                     data = onnx.numpy_helper.to_array(tensor).reshape(-1).view(element)
-                both[:, :, side] = data.reshape(rows, columns)
+                parts = data.reshape(rows, columns.parts, count)
+                both[:, :, side] = parts[:, columns.part]
             initializers = self._light.graph.initializer
-            new: onnx.TensorProto = initializers.add(name=name, data_type=places[0][1].data_type)
-            new.dims.extend((rows, 2 * columns))
+            new: onnx.TensorProto = initializers.add(name=name, data_type=first.data_type)
+            new.dims.extend((rows, 2 * count))
             payload = both.reshape(-1).view(np.uint8).data
             if len(payload) < LARGE:
                 new.raw_data = payload.tobytes()

@@ -238,6 +238,7 @@ def test_list_of_rules() -> None:
         ),
         ("bias", "Add"),
         ("gated", "Mul"),
+        ("packed_gate", "Split, Slice, Mul"),
         ("residual", "Add, Mul"),
         ("scale", "Mul, Div"),
         ("cast", "Cast"),
