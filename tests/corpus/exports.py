@@ -105,6 +105,18 @@ def _llama(config: Mapping[str, Any]) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, **_FUSED))
 
 
+def _modernbert(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    return transformers.ModernBertModel(transformers.ModernBertConfig(**config, **_EAGER))
+
+
+def _phi3(config: Mapping[str, Any]) -> Any:
+    import transformers
+
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**config, **_FUSED))
+
+
 def _gpt2(config: Mapping[str, Any]) -> Any:
     import transformers
 
@@ -153,6 +165,12 @@ _FAMILIES = {
     "resnet": _Family(_resnet, _images, {"pixel_values": _IMAGE_DIMENSIONS}),
     "mobilenet": _Family(_mobilenet, _images, {"pixel_values": _IMAGE_DIMENSIONS}),
     "llama": _Family(_llama, _token_ids, {"input_ids": _TEXT_DIMENSIONS}),
+    "modernbert": _Family(
+        _modernbert,
+        _sentences,
+        {"input_ids": _TEXT_DIMENSIONS, "attention_mask": _TEXT_DIMENSIONS},
+    ),
+    "phi3": _Family(_phi3, _token_ids, {"input_ids": _TEXT_DIMENSIONS}),
     "gpt2": _Family(_gpt2, _token_ids, {"input_ids": _TEXT_DIMENSIONS}),
 }
 
@@ -198,6 +216,11 @@ def bert_base(*, half: bool = False, opset: int = 18) -> Export:
 _BERT = {**_TINY, **_TINY_TEXT, "intermediate_size": 96}
 _VIT = {**_TINY, "intermediate_size": 96, "image_size": 32, "patch_size": 8, "num_channels": 3}
 _LLAMA = {**_TINY, **_TINY_TEXT, "intermediate_size": 96, "num_key_value_heads": 2}
+_MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# Gates and values of the feed-forward layers of these two are the halves of one product.
+_PHI3 = {**_LLAMA, **_MARKS}
+_MODERNBERT = {**_BERT, **_MARKS, "cls_token_id": 1, "sep_token_id": 2}
+_MODERNBERT |= {"global_attn_every_n_layers": 2, "local_attention": 8}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
 _GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
 _RESNET50 = {"embedding_size": 8, "hidden_sizes": [16, 32, 48, 64], "num_channels": 3}
@@ -213,6 +236,8 @@ ALL = (
     Export("resnet50_op18", "resnet", 18, _RESNET50, _SIZES),
     Export("mobilenet_op18", "mobilenet", 18, _MOBILENET, _SIZES),
     Export("llama_op21", "llama", 21, _LLAMA, _TEXTS),
+    Export("modernbert_op18", "modernbert", 18, _MODERNBERT, _TEXTS),
+    Export("phi3_op21", "phi3", 21, _PHI3, _TEXTS),
     # Batch 1, as the caches that RotaryEmbedding is exported with: ONNX Runtime wants them equal.
     Export("llama_op23", "llama", 23, _LLAMA, ((1, 5), (1, 12))),
     Export("gpt2_op22", "gpt2", 22, _GPT2, _TEXTS),

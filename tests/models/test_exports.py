@@ -24,6 +24,8 @@ TAKEN: Mapping[str, Mapping[str, int]] = {
     "mobilenet_op18": {"Conv": 52},
     "llama_op21": {"MatMul": 19},
     "llama_op23": {"MatMul": 15},
+    "modernbert_op18": {"MatMul": 12},
+    "phi3_op21": {"MatMul": 13},
     "gpt2_op22": {"MatMul": 5, "Gemm": 8},
 }
 
@@ -42,6 +44,10 @@ FUSED: Mapping[str, Mapping[str, int]] = {
         "MatMul": 9, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulGatedSilu": 2,
     },
     "llama_op23": {"MatMul": 7, "MatMulAdd": 4, "MatMulGatedSilu": 2},
+    "modernbert_op18": {
+        "MatMul": 4, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulGatedGelu": 2,
+    },
+    "phi3_op21": {"MatMul": 5, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulGatedSilu": 2},
     "gpt2_op22": {
         "MatMul": 5, "ScaledMatMul": 2, "MatMulGeluTanh": 2, "MatMulAdd": 2, "Gemm": 2,
     },
