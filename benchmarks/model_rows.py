@@ -19,6 +19,7 @@ from benchmarks.recording import say
 HEAD = ("model", "dtype", "stream", "contender", "measure", "size", "value", "note")
 KEY = HEAD[:6]
 LEAST = 5  # sizes of a stream that every contender runs, however slow it is
+FEWEST = 3  # sizes from which the time of the others is estimated
 CHUNK = 10  # sizes that a process runs before the next one has its turn
 BURST = 4  # runs of a steady size before the next one has its turn
 ROUNDS = (3, 15)  # turns of each at a steady size, at least and at most
@@ -254,12 +255,12 @@ def chunks(count: int) -> Iterator[tuple[int, int]]:
 def total(taken: Sequence[float], sizes: int) -> tuple[float, str]:
     """The sum over a stream of so many sizes, of which the first were taken, and what to note of
     it. The others count as the (lower) median, which leaves out what is compiled or searched once;
-    of one alone nothing tells what came with it once, and the others count nothing.
+    behind one or two, all of which may have been compiled, they count nothing.
     """
     if len(taken) == sizes:
         return sum(taken), ""
-    if len(taken) == 1:
-        return taken[0], f"at least: 1 of {sizes} sizes"
+    if len(taken) < FEWEST:
+        return sum(taken), f"at least: {len(taken)} of {sizes} sizes"
     rest = (sizes - len(taken)) * statistics.median_low(taken)
     return sum(taken) + rest, f"from {len(taken)} of {sizes} sizes"
 

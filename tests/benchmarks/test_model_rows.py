@@ -149,11 +149,11 @@ def test_a_slow_one_leaves_and_its_sum_is_estimated() -> None:
 def test_one_that_is_very_slow_leaves_before_it_ran_the_least_number_of_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contender_runs, "SLOW_MS", 35.0)
+    monkeypatch.setattr(contender_runs, "SLOW_MS", 55.0)
     bench = Bench(slow=0.02, quick=0)
     assert bench.stream(0.001)
     value, note = bench.values("stream_ms")["slow"]
-    assert note == f"from 2 of {len(SIZES)} sizes"
+    assert note == f"from 3 of {len(SIZES)} sizes"
     assert value >= 20 * len(SIZES)
     assert bench.values("again_stream_ms")["slow"][1] == note
     bench = Bench(slow=0.02)
@@ -272,7 +272,7 @@ def test_turns_cover_a_stream(count: int) -> None:
     assert not found or found[0] == (0, min(LEAST, count))
 
 
-@given(st.lists(st.floats(0.1, 100), min_size=2, max_size=20), st.integers(0, 50))
+@given(st.lists(st.floats(0.1, 100), min_size=3, max_size=20), st.integers(0, 50))
 def test_a_total_counts_the_rest_at_the_median(taken: list[float], more: int) -> None:
     value, note = total(taken, len(taken) + more)
     assert bool(note) == bool(more)
@@ -284,9 +284,10 @@ def test_what_is_compiled_once_is_not_multiplied() -> None:
     assert total([30_000, 20_000, 5, 5, 5], 105) == (50_015 + 100 * 5, "from 5 of 105 sizes")
 
 
-def test_one_size_alone_is_a_lower_bound() -> None:
-    """It may be the one that was compiled."""
-    assert total([30_000], 100) == (30_000, "at least: 1 of 100 sizes")
+@pytest.mark.parametrize("taken", [[30_000], [30_000, 16_000]])
+def test_one_size_or_two_are_a_lower_bound(taken: list[float]) -> None:
+    """torch.compile compiles again where a size shows that a dimension changes."""
+    assert total(taken, 100) == (sum(taken), f"at least: {len(taken)} of 100 sizes")
 
 
 def test_turning_keeps_all_names() -> None:
