@@ -34,11 +34,12 @@ from .multi_head_attention import (
     QUERY,
     VALUE,
 )
-from .token_wise import TokenWise
+from .token_wise import PACKED_RANK, TokenWise
 from .tree import attributes_of
 
 _OPSET = 15  # the first whose Shape takes a part of the axes
 _RANK = 3  # of what is padded: [batch, tokens, columns]
+_MASK_RANK = 4
 _PADDED = "_padded"  # how the name of the dimension ends
 _DEAREST = 3  # values that are padded or cut for an attention node, at most
 
@@ -73,7 +74,7 @@ def _tokens(graph: EditedGraph, node: onnx.NodeProto) -> str:
         return ""
     mask = node.input[ATTENTION_BIAS]
     shape = graph.shape(mask)
-    if shape is None or len(shape) != 4 or graph.element_type(mask) not in MULTIPLES:
+    if shape is None or len(shape) != _MASK_RANK or graph.element_type(mask) not in MULTIPLES:
         return ""
     rows, columns = shape[2:]
     is_name = isinstance(rows, str) and rows == columns and not rows.endswith(_PADDED)
@@ -202,9 +203,10 @@ class _Padding:
             self.padded[mask] = self._mask(reader, mask, missing)
         for value in encoder.cut:
             self.padded[value] = graph.new_name(f"{value}{_PADDED}")
-        for value, other in self.padded.items():
-            axes = (2, 3) if value in masks else (1,)
-            self._record(value, other, name, axes)
+        for value in encoder.sources:
+            self._record(value, self.padded[value], name, [1], _RANK)
+        for mask in masks:
+            self._record(mask, self.padded[mask], name, [2, 3], _MASK_RANK)
         self._rewire(length, name, stem)
         return len(encoder.masked)
 
@@ -227,8 +229,8 @@ class _Padding:
         graph = self.graph
         dtype = helper.tensor_dtype_to_np_dtype(graph.element_type(mask))
         unseen = graph.add_constant(np.array(-np.inf, dtype), f"{mask}_unseen")
-        columns = self._pads(before, missing, 3, 4, f"{mask}_columns")
-        rows = self._pads(before, missing, 2, 4, f"{mask}_rows")
+        columns = self._pads(before, missing, 3, _MASK_RANK, f"{mask}_columns")
+        rows = self._pads(before, missing, 2, _MASK_RANK, f"{mask}_rows")
         wider = graph.insert(before, "Pad", [mask, columns, unseen], f"{mask}_wider")
         return graph.insert(before, "Pad", [wider, rows], f"{mask}{_PADDED}", mode="edge")
 
@@ -238,19 +240,23 @@ class _Padding:
         axis = graph.add_constant(np.array([1], np.int64), f"{stem}_axis")
         for node in self.encoder.nodes:
             graph.rewire(node, [self.padded.get(value, value) for value in node.input])
+            rank = PACKED_RANK if node.op_type == "Reshape" else _RANK
             for value in filter(None, list(node.output)):
-                if value in self.padded:
-                    other = self.padded[value]
+                other = self.padded.get(value, value)
+                self._record(value, other, name, [1], rank)
+                if other != value:
                     graph.rename_output(node, value, other)
                     whole = [other, start, length, axis]
                     graph.insert_for(node, "Slice", whole, [value], behind=True)
-                else:
-                    self._record(value, value, name, (1,))
 
-    def _record(self, value: str, other: str, name: str, axes: tuple[int, ...]) -> None:
-        """Records of a value what is recorded of another one, with padded axes."""
+    def _record(self, value: str, other: str, name: str, axes: list[int], rank: int) -> None:
+        """Records of a value what is recorded of another one, with padded axes.
+
+        A record of another rank is wrong. Where ONNX Runtime finds the shape itself it goes by
+        that, and is not to find the record confirmed by what is made here.
+        """
         shape = self.graph.shape(value)
-        if shape is not None:
+        if shape is not None and len(shape) == rank:
             for axis in axes:
                 shape[axis] = name
             self.graph.record(other, self.graph.element_type(value), shape)

@@ -25,7 +25,9 @@ _NORMALIZATIONS = frozenset({
 _SKIPPED_NORMALIZATIONS = frozenset({
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 })  # fmt: skip
+PACKED_RANK = 5  # of what Reshape makes: [batch, tokens, heads, 2 or 3, columns]
 _COPIED = 0  # in the shape of a Reshape: the size that the input has
+_CONSTANT_RANKS = {"value_float": 0, "value_int": 0, "value_floats": 1, "value_ints": 1}
 _SAME_RANK = frozenset({"Cast", "Concat", "Identity", "Split", "Transpose"})
 
 
@@ -34,12 +36,13 @@ class TokenWise:
 
     def __init__(self, graph: EditedGraph) -> None:
         self._graph = graph
-        self._constants = set(graph.initializers)  # and what depends on constants alone
+        self._ranks: dict[str, int | None] = {  # of constants, and of what depends on nothing else
+            name: len(tensor.dims) for name, tensor in graph.initializers.items()
+        }
         for node in graph.nodes:
-            if node.op_type == "Constant" or (
-                node.input and self._constants.issuperset(filter(None, node.input))
-            ):
-                self._constants.update(node.output)
+            if self._ranks.keys() >= set(filter(None, node.input)):
+                made = filter(None, node.output)
+                self._ranks |= {value: self._made_rank(node, value) for value in made}
 
     def operands(self, node: onnx.NodeProto) -> list[str]:
         """The inputs of a node that have tokens if it works on each alone, else none.
@@ -52,9 +55,10 @@ class TokenWise:
             if node.op_type in _ELEMENTWISE:
                 return self._elementwise(inputs)
             if node.op_type == "MatMul":
-                return inputs[:1] if self._rank(inputs[1]) == 2 else []
+                return inputs[:1] if self._ranks.get(inputs[1]) == 2 else []
             if node.op_type in _NORMALIZATIONS:
-                return inputs[:1] if _is_along_columns(node, -1) else []
+                alike = _is_along_columns(node, -1) and all(map(self._is_vector, inputs[1:]))
+                return inputs[:1] if alike else []
             if node.op_type == "Split":
                 return inputs[:1] if _is_along_columns(node, 0) else []
             return inputs[:1] if node.op_type == "Reshape" and self._keeps_tokens(node) else []
@@ -73,38 +77,58 @@ class TokenWise:
 
     def _elementwise(self, inputs: list[str]) -> list[str]:
         """Constants are the same for all tokens: numbers, or a vector along the columns."""
-        constants = self._constants.intersection(inputs)
-        if any(self._rank(value) not in (0, 1) for value in constants):
+        constants = self._ranks.keys() & set(inputs)
+        if any(self._ranks[value] not in (0, 1) for value in constants):
             return []
         return [value for value in inputs if value and value not in constants]
 
+    def _is_vector(self, value: str) -> bool:
+        """Whether a scale or bias is the same for all tokens: a constant, or what the caller gives.
+
+        ONNX Runtime takes any that can be broadcast, also one with a row for each token.
+        """
+        if not value or value in self._ranks:
+            return not value or self._ranks[value] in (0, 1)
+        shape = self._graph.shape(value)
+        return self._graph.producer(value) is None and shape is not None and len(shape) < 2
+
     def _keeps_tokens(self, node: onnx.NodeProto) -> bool:
-        """Whether a Reshape takes columns apart alone, for attention."""
+        """Whether a Reshape takes columns apart alone, for packed operands of attention.
+
+        Of rank 4, attention would take them for [batch, heads, tokens, columns].
+        """
         shape = self._graph.numbers(node.input[1]) or []
         return (
             shape[:2] == [_COPIED, _COPIED]
+            and len(shape) == PACKED_RANK
             and not attributes_of(node).get("allowzero")
             and all(map(multi_head_attention.is_attention, self._graph.readers(node.output[0])))
         )
 
-    def _rank(self, value: str) -> int | None:
-        """The rank of a constant, also of one that nodes put together; None for other values."""
-        if value not in self._constants:
-            return None
+    def _made_rank(self, node: onnx.NodeProto, value: str) -> int | None:
+        """The rank of what a node makes of constants; None where it is not known."""
         graph = self._graph
-        dims = graph.constant_dims(value) or graph.shape(value)
+        if is_standard(node.domain):
+            if node.op_type == "Constant":
+                return _constant_rank(node)
+            if node.op_type in _SAME_RANK:
+                return self._ranks[node.input[0]]
+            shape = graph.numbers(node.input[1]) if node.op_type == "Reshape" else None
+            if shape is not None:
+                return len(shape)
+        dims, recorded = graph.constant_dims(value), graph.shape(value)
         if dims is not None:
             return len(dims)
-        array, node = graph.constant(value), graph.producer(value)
-        if array is not None:
-            return array.ndim
-        if node is not None and node.op_type == "Reshape":
-            shape = graph.numbers(node.input[1])
-            return None if shape is None else len(shape)
-        return self._rank(node.input[0]) if node and node.op_type in _SAME_RANK else None
+        return None if recorded is None else len(recorded)
 
 
 def _is_along_columns(node: onnx.NodeProto, default: int) -> bool:
     """Whether the axis of a node, or the first of them, is behind that of the tokens."""
     axis = int(attributes_of(node).get("axis", default))
     return axis == -1 or axis > 1
+
+
+def _constant_rank(node: onnx.NodeProto) -> int | None:
+    """The rank of what a Constant makes; None for sparse tensors and strings."""
+    name, value = next(iter(attributes_of(node).items()))
+    return len(value.dims) if name == "value" else _CONSTANT_RANKS.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -223,6 +224,7 @@ def test_recorded_shapes_say_that_tokens_are_padded() -> None:
     }
     assert shapes["l0_end"] == ["batch", "length_padded", COLUMNS]
     assert shapes["l1_middle"] == ["batch", "length", COLUMNS]
+    assert shapes["embedding_padded"] == ["batch", "length_padded", COLUMNS]
     assert shapes["l1_middle_padded"] == ["batch", "length_padded", COLUMNS]
     assert shapes["mask_padded"] == ["batch", 1, "length_padded", "length_padded"]
 
@@ -261,6 +263,46 @@ def test_the_packed_form() -> None:
         proto, operand, {"ids": feeds(2, 21)["ids"]} | {"mask": feeds(2, 21)["mask"]}
     ).shape
     assert shape == (2, 32, HEADS, 3, COLUMNS // HEADS)
+
+
+def _tell_the_length(proto: onnx.ModelProto) -> None:
+    sizes = next(t for t in proto.graph.initializer if t.name == "l1_apart")
+    shape = np.array([0, 7, HEADS, 3, COLUMNS // HEADS], np.int64)
+    sizes.CopyFrom(numpy_helper.from_array(shape, "l1_apart"))
+
+
+def _take_zeros_for_sizes(proto: onnx.ModelProto) -> None:
+    node_of(proto, "l1_packed").attribute.append(helper.make_attribute("allowzero", 1))
+
+
+def _read_packed_operands(proto: onnx.ModelProto) -> None:
+    proto.graph.node.append(helper.make_node("Relu", ["l1_packed"], ["positive"]))
+
+
+@pytest.mark.parametrize("change", [_tell_the_length, _take_zeros_for_sizes, _read_packed_operands])
+def test_other_packed_operands_end_the_encoder(
+    change: Callable[[onnx.ModelProto], None],
+) -> None:
+    proto = model(form="packed")
+    change(proto)
+    assert padded_tokens.pad(proto) == 1
+    assert node_of(proto, "l1_a").input[5] == "mask"
+
+
+def test_keys_of_rank_4_stay() -> None:
+    """Attention takes them for [batch, heads, tokens, columns], which fits as many tokens."""
+    proto = model(layers=2, form="three")
+    split = np.array([0, 0, HEADS, COLUMNS // HEADS], np.int64)
+    proto.graph.initializer.append(numpy_helper.from_array(split, "split"))
+    place = list(proto.graph.node).index(node_of(proto, "l1_a"))
+    for index, name in {1: "l1_k", 2: "l1_v"}.items():
+        node_of(proto, "l1_a").input[index] = f"{name}_apart"
+        apart = helper.make_node("Reshape", [name, "split"], [f"{name}_apart"])
+        proto.graph.node.insert(place, apart)
+    feed = feeds(2, HEADS)
+    want = run(proto, feed)
+    assert padded_tokens.pad(proto) == 1
+    np.testing.assert_allclose(run(proto, feed)[0], want[0], rtol=1e-4, atol=1e-5)
 
 
 def test_one_mask_for_the_whole_batch() -> None:
@@ -335,4 +377,102 @@ def test_a_sum_along_tokens_is_not_of_each_alone() -> None:
     assert padded_tokens.pad(proto) == 2
     assert node_of(proto, "placed").input[0] == "l0_end"
     assert value(proto, "placed", feed).shape[1] == 11
+    np.testing.assert_allclose(run(proto, feed)[0], want[0], rtol=1e-4, atol=1e-5)
+
+
+def _read_padding(proto: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    node.input[4] = "words_of_each"
+
+
+def _read_cache(proto: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    node.input.extend(["past_key", "past_value"])
+
+
+def _give_cache(proto: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    node.output.extend([f"{node.name}_key", f"{node.name}_value"])
+
+
+def _read_bias(proto: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    node.input[3] = "bias"  # which could have a row for each token for all that the model says
+
+
+def _take_other_types(proto: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    proto.graph.input[1].type.tensor_type.elem_type = TensorProto.BFLOAT16
+
+
+def _embed_other_types(proto: onnx.ModelProto, node: onnx.NodeProto) -> None:
+    for info in proto.graph.value_info:
+        if info.name.startswith("embed"):
+            info.type.tensor_type.elem_type = TensorProto.BFLOAT16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_read_padding, _read_cache, _give_cache, _read_bias, _take_other_types, _embed_other_types],
+)
+def test_attention_that_stays(
+    change: Callable[[onnx.ModelProto, onnx.NodeProto], None],
+) -> None:
+    proto = model(layers=1)
+    change(proto, node_of(proto, "l0_a"))
+    before = proto.SerializeToString(deterministic=True)
+    assert padded_tokens.pad(proto) == 0
+    assert proto.SerializeToString(deterministic=True) == before
+
+
+def test_the_new_dimension_has_an_identifier_for_its_name() -> None:
+    proto = model(layers=1, mask=("batch", 1, "to be seen", "to be seen"))
+    for info in proto.graph.value_info:
+        for dim in info.type.tensor_type.shape.dim:
+            dim.dim_param = dim.dim_param.replace("length", "to be seen")
+    assert padded_tokens.pad(proto) == 1
+    info = next(info for info in proto.graph.value_info if info.name == "mask_padded")
+    assert info.type.tensor_type.shape.dim[3].dim_param == "to_be_seen_padded"
+
+
+def test_the_recorded_shape_of_packed_operands() -> None:
+    proto = model(form="packed")
+    shape = ["batch", "length", HEADS, 3, COLUMNS // HEADS]
+    info = helper.make_tensor_value_info("l0_packed", TensorProto.FLOAT, shape)
+    proto.graph.value_info.append(info)
+    assert padded_tokens.pad(proto) == 2
+    recorded = next(info for info in proto.graph.value_info if info.name == "l0_packed")
+    dims = recorded.type.tensor_type.shape.dim
+    assert [dim.dim_param or dim.dim_value for dim in dims] == [
+        "batch", "length_padded", HEADS, 3, COLUMNS // HEADS
+    ]  # fmt: skip
+
+
+def test_a_size_of_which_no_name_is_recorded() -> None:
+    proto = model(mask=(None, 1, "length", "length"))
+    assert padded_tokens.pad(proto) == 2
+    info = next(info for info in proto.graph.value_info if info.name == "mask_padded")
+    assert info.type.tensor_type.shape.dim[0].WhichOneof("value") is None
+
+
+@pytest.mark.parametrize("shape", [(), ("batch",), ("batch", COLUMNS), ("batch", "length", 1, 8)])
+@pytest.mark.parametrize("name", ["l0_out", "l0_middle", "l1_middle"])
+def test_a_recorded_shape_of_another_rank(name: str, shape: Shape) -> None:
+    """ONNX Runtime takes such a model, as it goes by what it finds itself."""
+    proto = model()
+    for info in [info for info in proto.graph.value_info if info.name == name]:
+        proto.graph.value_info.remove(info)
+    wrong = helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+    proto.graph.value_info.append(wrong)
+    feed = feeds(2, 5)
+    want = run(proto, feed)
+    assert padded_tokens.pad(proto) == 2
+    assert wrong in proto.graph.value_info
+    np.testing.assert_allclose(run(proto, feed)[0], want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_the_caller_may_give() -> None:
+    """An initializer that is an input, too."""
+    proto = model(layers=2)
+    tensor = next(t for t in proto.graph.initializer if t.name == "l1_qkv_w")
+    info = helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+    proto.graph.input.append(info)
+    feed = feeds(2, 5) | {tensor.name: np.ones(tensor.dims, np.float32)}
+    want = run(proto, feed)
+    assert padded_tokens.pad(proto) == 1
     np.testing.assert_allclose(run(proto, feed)[0], want[0], rtol=1e-4, atol=1e-5)
