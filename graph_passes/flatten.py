@@ -37,7 +37,6 @@ class FlattenFusion(Fusion):
             Operator("MatMulBias" if bias else "MatMul"),
             [flat.input[0], product.operand(1), *([bias] if bias else [])],
             absorbed=[unfolding],
-            bypassed=[flat.output[0]],
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -184,7 +184,9 @@ class Graph:
         _stamp(fused, rule.name)
         if last is not old:  # its constants follow it
             self._constants[id(last)] = self._constants.pop(id(old), []) + self._constants[id(last)]
-        for node in (*found.absorbed, *(() if last is old else (old,))):
+        leaving = [*found.absorbed, *(() if last is old else (old,))]
+        read = [name for node in (*leaving, old) for name in node.input]
+        for node in leaving:
             self._leave(node)
             if node is not last:
                 self._gone.add(id(node))
@@ -197,7 +199,7 @@ class Graph:
             self._leave(node)
             node.CopyFrom(new)
             self._enter(node)
-        self._drop_unread(found.bypassed)
+        self._drop_unread(read)
 
     def _new_constant(self, wanted: NewConstant, before: onnx.NodeProto, *, as_node: bool) -> str:
         """Makes a constant, in a node in front of another if told so, and returns its name."""
@@ -211,13 +213,14 @@ class Graph:
             self._constants[id(before)].append(node)
         return new
 
-    def _drop_unread(self, names: Sequence[str]) -> None:
-        """Removes nodes whose only output nothing reads any more."""
+    def _drop_unread(self, names: Iterable[str]) -> None:
+        """Removes nodes of which nothing reads any output, and what was computed for them alone."""
         for name in names:
             node = self.producers.get(name)
-            if node is not None and not self.reads[name]:
+            if node is not None and not any(self.reads[output] for output in node.output):
                 self._leave(node)
                 self._gone.add(id(node))
+                self._drop_unread(node.input)
 
     def _finish(self) -> None:
         """Carries over to the graph what was decided about its nodes."""

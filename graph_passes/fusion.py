@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import onnx
 import onnx_ir as ir
 
+from .computed_numbers import computed_number
 from .domain import DOMAIN, is_standard
 from .operators import OPERATORS, Operator
 from .report import Reason, Refusal
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 _LARGEST_VECTOR = 1 << 24
 """Elements; constants beyond are no biases, and are not read from files."""
+
+_MOST_COMPUTED = 6
+"""Nodes between a number and its constant; Sqrt(CastLike(Div(2.0, pi), x)) has 3."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +54,6 @@ class Fused:
             Empty where nothing behind the product changes.
         attributes: Floats and ints to set on it.
         changes: Nodes that stay, and what they become.
-        bypassed: Names that the product no longer reads, whose producers may go.
         concerns: The node to report where none is absorbed.
     """
 
@@ -61,7 +64,6 @@ class Fused:
     alternating: Mapping[int, tuple[Columns, Columns]] = dataclasses.field(default_factory=dict)
     attributes: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     changes: Sequence[tuple[onnx.NodeProto, onnx.NodeProto]] = ()
-    bypassed: Sequence[str] = ()
     concerns: onnx.NodeProto | None = None
 
 
@@ -257,7 +259,7 @@ class Product:
         return Refusal(Reason.NOT_CONSTANT, why) if why else None
 
     def scalar(self, value: str) -> float | None:
-        """The number that a constant of one element holds.
+        """The number that a constant of one element holds, or that nodes compute from such.
 
         None too where its rank is above that of the output, which would then grow.
 
@@ -266,14 +268,18 @@ class Product:
         """
         return self.number(value, self.least_rank())
 
-    def number(self, value: str, rank: int) -> float | None:
+    def number(self, value: str, rank: int, deepest: int = _MOST_COMPUTED) -> float | None:
         """The number that a constant of one element and of a rank up to `rank` holds.
+
+        Or that up to `deepest` nodes in a row compute from such constants.
 
         Raises:
             UnreadableError: As `constant`.
         """
         found = self._graph.place.constants.get(value)
-        if found is None or _elements(found.tensor.dims) != 1 or len(found.tensor.dims) > rank:
+        if found is None:
+            return computed_number(self, value, rank, deepest)
+        if _elements(found.tensor.dims) != 1 or len(found.tensor.dims) > rank:
             return None
         array = self.constant(value)
         return None if array is None else float(array.reshape(()))

@@ -70,12 +70,14 @@ def evaluate(
 
 
 def _arithmetic(op_type: str, one: Terms, other: Terms) -> Terms | None:
-    if op_type == "Add":
+    if op_type in ("Add", "Sum"):
         return add(one, other)
     if op_type == "Sub":
         return add(one, other, -1.0)
     if op_type == "Mul":
         return multiply(one, other)
+    if op_type == "CastLike":  # of a number, to the type of all that is computed from x
+        return None if value_of(one) is None or value_of(other) is not None else one
     number = value_of(other)
     if op_type == "Div" and number:
         return multiply(one, constant(1 / number))
@@ -123,6 +125,9 @@ def _function(op_type: str, x: Terms, attributes: Mapping[str, object]) -> Terms
         return Atom(op_type, x)
     if op_type == "Neg":
         return multiply(x, constant(-1.0))
+    if op_type == "Sqrt":
+        square = value_of(x)
+        return None if square is None or square < 0 else constant(math.sqrt(square))
     if op_type == "LeakyRelu":
         return Atom(op_type, x, (number("alpha", 0.01),))
     if op_type == "HardSigmoid":

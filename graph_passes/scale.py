@@ -108,7 +108,6 @@ def _scaled(
         inputs,
         absorbed=[node] if absorbed else [],
         attributes=attributes,
-        bypassed=[] if absorbed else [node.output[0]],
         concerns=node,
     )
 

@@ -52,7 +52,6 @@ class TransposeFusion(Fusion):
                 operator,
                 inputs,
                 attributes=attributes,
-                bypassed=[transpose.output[0]],
                 concerns=transpose,
             )
         return missed

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import onnx
+import onnx.inliner
 import pytest
 from activation_forms import FORMS
 from equivalence import check_fused, parse, random
@@ -128,7 +129,7 @@ def test_activations_before_opset_15(name: str) -> None:
     st.sampled_from([form for _, form in ALL_FORMS if "HardSwish (x)" not in form]),
     st.integers(0, 4),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_numbers_may_have_a_rank_up_to_that_of_the_product(form: str, rank: int) -> None:
     if "Clip" in form:
         return  # takes bounds of rank 0 only
@@ -138,7 +139,8 @@ def test_numbers_may_have_a_rank_up_to_that_of_the_product(form: str, rank: int)
         check_fused(model, FEEDS, ops=[f"MatMul{name}"])
     else:
         model.graph.output[0].type.tensor_type.shape.dim.add()
-        check_fused(model, ops=[node.op_type for node in model.graph.node])
+        ops = [node.op_type for node in model.graph.node]
+        check_fused(model, ops=["MatMulRelu", *ops[2:]] if "= Relu (x)" in form else ops)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +234,85 @@ def test_behind_every_kind_of_product(base: str, rest: str) -> None:
         feeds = {"a": random(2, 3, 4, 5), "b": random(3, 3, 1, 1)}
     name = base if base == "Gemm" else f"{base}NoBias"
     check_fused(model, feeds, ops=[f"{name}{rest}"])
+
+
+@pytest.mark.parametrize(
+    ("node", "op"),
+    [
+        ("Gelu", "MatMulGelu"),
+        ('Gelu <approximate = "tanh">', "MatMulGeluTanh"),
+        ("HardSwish", "MatMulHardSwish"),
+        # onnx 1.23 inlines no default of an attribute
+        ("HardSigmoid <alpha = 0.2, beta = 0.5>", "MatMulHardSigmoid"),
+        ("Relu", "MatMulRelu"),
+    ],
+)
+def test_function_bodies_that_onnx_inlines(node: str, op: str) -> None:
+    """As the installed onnx has them."""
+    model = parse(
+        f"""g (float[p, s, k] a, float[k, 5] b) => (float[p, s, 5] y)
+            {{ x = MatMul (a, b)  y = {node} (x) }}""",
+        opset=20,
+    )
+    inlined = onnx.inliner.inline_selected_functions(
+        model, [("", node.split()[0])], exclude=False, inline_schema_functions=True
+    )
+    assert len(inlined.graph.node) > 2
+    result = check_fused(inlined, FEEDS, ops=[op])
+    assert len(result.model.graph.node) == 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "low", "high"),
+    [
+        # TorchScript's exporter: bounds in the type of the tensor, equal initializers stored once
+        ("l = Cast <to = 1> (half)  h = Identity (six)", 0.5, 6.0),
+        ("n = Neg (half)  l = Identity (n)  h = Mul (half, six)", -0.5, 3.0),
+        ("l = Sub (half, six)  m = Add (half, six)  h = Reciprocal (m)", -5.5, 1 / 6.5),
+        ("l = Div (half, six)  h = Sqrt (six)", 0.5 / 6, 6**0.5),
+    ],
+)
+def test_numbers_computed_from_constants(numbers: str, low: float, high: float) -> None:
+    model = parse(
+        f"""g (float[s, k] a, float[k, 5] b) => (float[s, 5] y)
+            <float half = {{0.5}}, float six = {{6.0}}>
+            {{ {numbers}  x = MatMul (a, b)  y = Clip (x, l, h) }}"""
+    )
+    result = check_fused(model, {"a": random(3, 4), "b": random(4, 5)}, ops=["MatMulClip"])
+    np.testing.assert_allclose(attributes(result), [low, high], rtol=1e-6)
+    assert not result.model.graph.initializer
+
+
+@pytest.mark.parametrize(
+    ("numbers", "least"),
+    [
+        ("l = Add (given, half)", ["Add"]),
+        ("l = Sqrt (minus)", ["Sqrt"]),
+        ("l = Div (half, zero)", ["Div"]),
+        ("q = Div (seven, two)  l = Cast <to = 1> (q)", ["Div", "Cast"]),
+    ],
+)
+def test_numbers_that_are_not_known_stay(numbers: str, least: list[str]) -> None:
+    """An input, no number, infinity, and a division of integers."""
+    model = parse(
+        f"""g (float[s, k] a, float[k, 5] b, float given) => (float[s, 5] y)
+            <float half = {{0.5}}, float minus = {{-1.0}}, float zero = {{0.0}},
+             int64 seven = {{7}}, int64 two = {{2}}>
+            {{ {numbers}  x = MatMul (a, b)  y = Clip (x, l) }}"""
+    )
+    feeds = {"a": random(3, 4), "b": random(4, 5), "given": np.array(0.25, np.float32)}
+    check_fused(model, feeds, ops=[*least, "MatMul", "Clip"])
+
+
+def test_a_computed_number_with_another_reader_stays_for_it() -> None:
+    model = parse(
+        """g (float[s, k] a, float[k, 5] b) => (float[s, 5] y, float r)
+            <float two = {2.0}>
+            { r = Sqrt (two)  x = MatMul (a, b)  d = Div (x, r)  e = Erf (d)
+              o = Constant <value_float = 1.0> ()  f = Add (e, o)  g = Mul (x, f)
+              h = Constant <value_float = 0.5> ()  y = Mul (g, h) }"""
+    )
+    check_fused(model, {"a": random(3, 4), "b": random(4, 5)}, ops=["Sqrt", "MatMulGelu"])
 
 
 def test_numbers_in_constant_nodes_go() -> None:
