@@ -18,7 +18,15 @@ from .fusion import Fused, Fusion, NearMiss, Product
 from .operators import BASES, Operator
 from .report import Reason, Refusal
 
-_SCALED = {"MatMul": "ScaledMatMul", "MatMulBias": "ScaledMatMulBias"}
+_SCALED = {
+    "MatMul": "ScaledMatMul",
+    "MatMulBias": "ScaledMatMulBias",
+    "ScaledMatMul": "ScaledMatMul",
+    "ScaledMatMulBias": "ScaledMatMulBias",
+    "Gemm": "Gemm",
+}
+"""What a base becomes. Those to float round in front of the factor, and gated ones multiply."""
+
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -90,7 +98,10 @@ def _scaled(
     absorbed: bool = False,
     operand: Mapping[int, str] | None = None,
 ) -> Fused | NearMiss:
-    base = _SCALED.get(product.operator.base, product.operator.base)
+    base = _SCALED.get(product.operator.base)
+    if base is None:
+        what = f"{product.operator.name} has no factor"
+        return NearMiss(node, Refusal(Reason.NO_SUCH_OPERATOR, what))
     attributes: dict[str, float | int] = {}
     for name in [name for name in ("alpha", "beta") if name in BASES[base].attributes]:
         old = product.attribute(name)

@@ -219,6 +219,25 @@ def test_activations_behind_a_gated_product_stay_behind_it() -> None:
     check_fused(model_of(body), X, ops=["MatMulGated", "Relu"])
 
 
+@pytest.mark.parametrize("add", [False, True])
+def test_a_factor_behind_or_in_front_of_a_gated_product_stays(add: bool) -> None:
+    """Behind it there is no place for one, and in front of it the factor would count twice."""
+    pair = "a = MatMul ({0}, g)  v = MatMul ({0}, u)"
+    if add:
+        pair = "a0 = MatMul ({0}, g)  a = Add (a0, h)  v0 = MatMul ({0}, u)  v = Add (v0, h)"
+    number = "s = Constant <value_float = 3.0> ()"
+    missed = ["scale: no-such-operator"]
+    for body, ops in (
+        (f"{number} {pair.format('x')} t = Mul (a, v)  y = Mul (t, s)", ["", "Mul"]),
+        (f"{number} t = Mul (x, s) {pair.format('t')} y = Mul (a, v)", ["Mul", ""]),
+    ):
+        model = model_of(body)
+        if add:
+            model.graph.initializer.append(onnx.numpy_helper.from_array(random(6), "h"))
+        ops = [op or f"MatMulGated{'Bias' if add else ''}" for op in ops]
+        check_fused(model, X, ops=ops, missed=missed)
+
+
 def test_an_opset_without_steps_has_no_body_for_it() -> None:
     model = model_of("a = MatMul (x, g)  t = Relu (a)  v = MatMul (x, u)  y = Mul (t, v)", opset=9)
     check_fused(model, X, ops=["MatMulRelu", "MatMulMul"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from equivalence import check_fused, parse, random
+from equivalence import check_fused, parse, random, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +125,33 @@ def test_others_stay(nodes: str, outputs: str, missed: list[str]) -> None:
 def test_a_matrix_times_itself_counts_its_factor_once_for_each_operand() -> None:
     model = parse(f"g (float[m, m] a) => (y) {NUMBERS} {{ u = Mul (a, s)  y = MatMul (u, u) }}")
     check_fused(model, {"a": random(3, 3)}, ops=["Mul", "MatMul"])
+
+
+@pytest.mark.parametrize("add", ["", "  t = Add (t0, c)"])
+@pytest.mark.parametrize("factor", ["Mul (f, s)", "Mul (s, f)", "Div (f, s)"])
+def test_behind_a_cast_there_is_no_factor(add: str, factor: str) -> None:
+    """The product is rounded to 16 bits in front of it."""
+    model = parse(
+        f"""g (float16[p, s, k] a, float16[k, 5] b, float16[5] c) => (float[p, s, 5] y) {NUMBERS}
+            {{ {"t0" if add else "t"} = MatMul (a, b) {add}  f = Cast <to = 1> (t)
+               y = {factor} }}"""
+    )
+    feeds = {name: value.astype(np.float16) for name, value in FEEDS.items()}
+    ops = ["MatMulBiasToFloat" if add else "MatMulToFloat", factor[:3]]
+    check_fused(model, feeds, ops=ops, missed=["scale: no-such-operator"], tolerance=2e-3)
+
+
+def test_behind_the_cast_of_a_gemm_there_is_none_either() -> None:
+    """1e-6 times its results are no normal numbers of fp16."""
+    model = parse(
+        """g (float16[m, k] a, float16[k, 5] b) => (float[m, 5] y) <float tiny = {1e-6}>
+            { t = Gemm (a, b)  f = Cast <to = 1> (t)  y = Mul (f, tiny) }"""
+    )
+    feeds = {"a": random(3, 4, dtype=np.float16), "b": random(4, 5, dtype=np.float16)}
+    missed = ["scale: no-such-operator"]
+    result = check_fused(model, feeds, ops=["GemmToFloat", "Mul"], missed=missed)
+    (wanted,), (got,) = run(model, feeds), run(result.model, feeds)
+    np.testing.assert_allclose(got, wanted, rtol=2e-3, atol=0)
 
 
 def test_before_opset_15_there_is_no_body() -> None:
