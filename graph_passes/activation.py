@@ -19,8 +19,9 @@ import onnx_ir as ir
 from . import polynomial
 from .fusion import Fused, Fusion, NearMiss, Product
 from .known_forms import Form, evaluate, recognize
-from .operators import ACTIVATIONS, BASES, OPERATORS
-from .polynomial import Atom, Terms
+from .operators import ACTIVATIONS, BASES
+from .polynomial import Atom, Terms, X
+from .report import Reason, Refusal
 
 _MOST_NODES = 24
 """Nodes of an expression; the longest known form has 14, the function body of Gelu."""
@@ -33,17 +34,20 @@ class ActivationFusion(Fusion):
 
     def match(self, product: Product) -> Fused | NearMiss | None:
         operator = product.operator
-        if operator.activation or f"{operator.name}Relu" not in OPERATORS:
-            return None
-        if BASES[operator.base].gated:  # where it would be the gates'
-            return None
+        # In a gated product it would be the gates'.
+        has_place = not operator.activation and not BASES[operator.base].gated
         missed = None
         expression = Expression(product, product.output)
+        known = False
         for form, nodes in expression.forms():
+            known = True
             inner = [product.output, *(node.output[0] for node in nodes[:-1])]
             refusal = product.refuse_readers(*inner, by=nodes)
+            if refusal is None and not has_place:
+                detail = f"{operator.name} has no {form.activation} behind what it does"
+                refusal = Refusal(Reason.NO_SUCH_OPERATOR, detail)
             if refusal is not None:
-                missed = missed or NearMiss(nodes[-1], refusal)
+                missed = missed or NearMiss(nodes[-1], refusal, inner=nodes[:-1])
                 continue
             wanted = dataclasses.replace(operator, activation=form.activation)
             names = ACTIVATIONS[form.activation].parameters
@@ -53,7 +57,7 @@ class ActivationFusion(Fusion):
                 absorbed=nodes,
                 attributes=dict(zip(names, form.parameters, strict=True)),
             )
-        return missed
+        return missed if known else expression.unknown()
 
 
 class Expression:
@@ -77,6 +81,18 @@ class Expression:
             form = recognize(self._terms[node.output[0]], self._atoms, exact=exact)
             if form is not None:
                 yield form, self._needed(node)
+
+    def unknown(self) -> NearMiss | None:
+        """What ends in x times a function of x, or in an erf, without being a known form."""
+        for node in reversed(self._nodes):
+            terms = self._terms[node.output[0]]
+            functions = {self._atoms[n].function for names in terms for n in names if n != X}
+            gated = any(X in names and set(names) != {X} for names in terms)
+            if "Erf" in functions or (gated and len(functions) == 1):
+                detail = f"it computes {polynomial.written(terms, self._atoms)}, no known form"
+                refusal = Refusal(Reason.FORM_UNKNOWN, detail)
+                return NearMiss(node, refusal, inner=self._needed(node)[:-1])
+        return None
 
     def _grow(self) -> None:
         pending = [self._value]

@@ -27,12 +27,12 @@ class BatchNormalizationFusion(Fusion):
     changes_weights = True
 
     def match(self, product: Product) -> Fused | NearMiss | None:
-        if not product.is_convolution:
-            return None
-        readers = product.readers(product.output)
-        node = next((reader for reader in readers if reader.op_type == self.op_type), None)
+        node = product.reader(self.op_type)
         if node is None or not product.is_standard(node) or node.input[0] != product.output:
             return None
+        if not product.is_convolution:
+            what = f"{product.operator.name} is no convolution with nothing but a bias behind it"
+            return NearMiss(node, Refusal(Reason.NO_SUCH_OPERATOR, what))
         refusal = _refuse(product, node)
         if refusal is None:
             affine = _affine(product, node)

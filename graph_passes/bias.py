@@ -32,11 +32,7 @@ class BiasFusion(Fusion):
 
     def match(self, product: Product) -> Fused | NearMiss | None:
         operator = product.operator
-        if not operator.is_base or operator.base not in _WITH_BIAS:
-            return None
-        if operator.base == "Gemm" and product.operand(2):
-            return None
-        node = product.only_reader()
+        node = product.reader("Add", *_BIASED_GELUS)
         if node is None or len(node.input) != 2:
             return None
         is_gelu = product.is_contrib(node) and node.op_type in _BIASED_GELUS
@@ -47,6 +43,9 @@ class BiasFusion(Fusion):
         addend = node.input[list(node.input).index(product.output) ^ 1]
         if not addend or addend == product.output:  # a product added to itself
             return None
+        if refusal := _refuse_place(product):
+            # Of a larger rank, it may be a residual.
+            return NearMiss(node, refusal) if is_gelu or product.rank(addend) in (0, 1) else None
         found = self._addend(product, addend)
         if found is None:
             return None
@@ -85,6 +84,16 @@ class BiasFusion(Fusion):
         if product.operator.standard == "Gemm":
             return _behind_gemm(product, addend)
         return _behind_convolution(product, addend)
+
+
+def _refuse_place(product: Product) -> Refusal | None:
+    """A bias comes before all else, and once."""
+    operator = product.operator
+    if operator.base == "Gemm" and operator.is_base and product.operand(2):
+        return Refusal(Reason.NO_SUCH_OPERATOR, "the Gemm has a C already")
+    if operator.is_base and operator.base in _WITH_BIAS:
+        return None
+    return Refusal(Reason.NO_SUCH_OPERATOR, f"{operator.name} adds no vector behind what it does")
 
 
 def _in_front(product: Product, addend: str, found: bool | Array) -> bool | Array | Refusal:
@@ -153,6 +162,8 @@ def _behind_convolution(product: Product, addend: str) -> Array | Refusal | None
     array = product.constant(addend)
     rank = product.rank(product.output) or product.rank(product.operand(1))
     weight = product.shapes(product.operand(1))
+    if product.rank(addend) in (0, 1):
+        return _refusal("the addend is a number or a vector, not one value for each channel")
     if rank is None or weight is None or product.rank(addend) not in (rank - 1, rank):
         return None
     if array is None:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from .fusion import Fused, Fusion, NearMiss, Product
 from .operators import OPERATORS, Operator
+from .report import Reason, Refusal
 
 _HALVES = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
@@ -22,12 +23,8 @@ class CastFusion(Fusion):
     transformation = "Cast<to = FLOAT>(MatMul(A, B)) -> ai.moonpoly.MatMulToFloat(A, B)"
 
     def match(self, product: Product) -> Fused | NearMiss | None:
-        operator = product.operator
-        wanted = Operator(f"{operator.base}ToFloat")
-        if not operator.is_base or wanted.name not in OPERATORS:
-            return None
-        node = product.only_reader()
-        if node is None or node.op_type != "Cast" or not product.is_standard(node):
+        node = product.reader("Cast")
+        if node is None or not product.is_standard(node):
             return None
         to = next((a for a in node.attribute if a.name == "to" and not a.ref_attr_name), None)
         if to is None or to.i != onnx.TensorProto.FLOAT:
@@ -35,7 +32,12 @@ class CastFusion(Fusion):
         dtypes = {view.dtype for view in product.types(product.output)}
         if not dtypes or not dtypes <= _HALVES:
             return None
+        operator = product.operator
+        wanted = Operator(f"{operator.base}ToFloat")
         refusal = product.refuse_readers(product.output, by=[node])
+        if refusal is None and (not operator.is_base or wanted.name not in OPERATORS):
+            detail = f"there is no {operator.name} with a result of fp32"
+            refusal = Refusal(Reason.NO_SUCH_OPERATOR, detail)
         if refusal is not None:
             return NearMiss(node, refusal)
         return Fused(wanted, product.inputs, absorbed=[node])

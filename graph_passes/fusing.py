@@ -62,6 +62,7 @@ class Graph:
         fused: list[tuple[Product, Entry]] = []
         missed: dict[tuple[str, int], tuple[onnx.NodeProto, Entry]] = {}
         taken: set[int] = set()
+        parts: dict[int, str] = {}  # of what one rule looked at, and which one says something
         products = [Product(self, node) for node in self._nodes if node.domain == DOMAIN]
         successors: dict[int, Product] = {}  # of products that another one absorbed
         changed = True
@@ -77,6 +78,9 @@ class Graph:
                     if isinstance(found, NearMiss):
                         entry = self._entry(found.node, rule, found.refusal)
                         missed[rule.name, id(found.node)] = found.node, entry
+                        if found.inner:
+                            parts.update(dict.fromkeys(map(id, found.inner), ""))
+                            parts[id(found.node)] = rule.name
                         continue
                     for node in found.absorbed or [_reported(found)]:
                         taken.add(id(node))
@@ -91,7 +95,9 @@ class Graph:
                 owner = successors[id(owner.node)]
             yield dataclasses.replace(entry, into=owner.output)
         for node, entry in missed.values():
-            if id(node) not in taken | self._gone:
+            if id(node) in taken | self._gone:
+                continue
+            if parts.get(id(node), entry.rule) == entry.rule:
                 yield entry
         self._finish()
 
@@ -112,7 +118,7 @@ class Graph:
                 node = product.node if reader is None else reader
                 found = NearMiss(node, Refusal(Reason.DATA_UNREADABLE, str(error)))
             if isinstance(found, Fused) and (refusal := refuse(found.operator)):
-                found = NearMiss(_reported(found), refusal)
+                found = NearMiss(_reported(found), refusal, inner=found.absorbed[:-1])
             if found is None:
                 continue
             yield rule, found

@@ -69,10 +69,14 @@ class Fused:
 
 @dataclasses.dataclass(frozen=True)
 class NearMiss:
-    """A node that looked like a rule's, and why it is not."""
+    """A node that looked like a rule's, and why it is not.
+
+    `inner`: the other nodes of what it ends, of which no rule says anything on its own.
+    """
 
     node: onnx.NodeProto
     refusal: Refusal
+    inner: Sequence[onnx.NodeProto] = ()
 
 
 class Fusion(abc.ABC):
@@ -151,6 +155,11 @@ class Product:
         """The node that reads the output, if there is one in the same graph."""
         readers = self.readers(self.output)
         return readers[0] if readers else None
+
+    def reader(self, *op_types: str) -> onnx.NodeProto | None:
+        """The first node of some operators that reads the output, in the same graph."""
+        readers = self.readers(self.output)
+        return next((node for node in readers if node.op_type in op_types), None)
 
     def refuse_readers(self, *values: str, by: Sequence[onnx.NodeProto]) -> Refusal | None:
         """Values that go must be read by the nodes that go, and by nothing else."""

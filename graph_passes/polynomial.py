@@ -70,3 +70,18 @@ def close(terms: Terms, wanted: Terms, tolerance: float) -> bool:
         math.isclose(coefficient, wanted[atoms], rel_tol=tolerance)
         for atoms, coefficient in terms.items()
     )
+
+
+def written(terms: Terms, atoms: Mapping[str, Atom]) -> str:
+    """A polynomial in words: 0.5 * x + 0.5 * x * Erf(0.70711 * x)."""
+
+    def factor(name: str) -> str:
+        if name == X:
+            return "x"
+        return f"{atoms[name].function}({written(atoms[name].argument, atoms)})"
+
+    parts = []
+    for names, coefficient in terms.items():
+        is_one = coefficient == 1.0 and names
+        parts.append(" * ".join([*([] if is_one else [f"{coefficient:.5g}"]), *map(factor, names)]))
+    return " + ".join(parts) or "0"

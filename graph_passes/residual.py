@@ -6,8 +6,10 @@ an activation or behind one, or multiplied with a product, where there is an ope
 
 from __future__ import annotations
 
+import onnx
+
 from .fusion import Fused, Fusion, NearMiss, Product
-from .operators import OPERATORS, Operator, Residual
+from .operators import Operator, Residual
 from .report import Reason, Refusal
 
 
@@ -17,33 +19,40 @@ class ResidualFusion(Fusion):
     transformation = "Add(MatMul(A, B), R) -> ai.moonpoly.MatMulAdd(A, B, R)"
 
     def match(self, product: Product) -> Fused | NearMiss | None:
-        node = product.only_reader()
+        node = product.reader("Add", "Mul")
         operator = product.operator
-        if node is None or operator.residual is not Residual.NONE or len(node.input) != 2:
-            return None
-        if node.op_type not in ("Add", "Mul") or not product.is_standard(node):
+        if node is None or len(node.input) != 2 or not product.is_standard(node):
             return None
         residual = node.input[list(node.input).index(product.output) ^ 1]
-        if residual == product.output:  # a product added to itself
-            return None
         if node.op_type == "Mul":
             if not product.settled:  # R may be another product, which has yet to get its activation
                 return None
             place = Residual.FACTOR
         else:
             place = Residual.AFTER if operator.activation else Residual.BEFORE
-        wanted = Operator(operator.base, operator.activation, place)
-        if product.rank(residual) in (0, 1) or wanted.name not in OPERATORS:
+        if self._is_of_other_rules(product, node, residual):
             return None
+        wanted = Operator(operator.base, operator.activation, place)
         others = product.refuse_readers(product.output, by=[node])
         refusal = self._refuse_shape(product, residual)
         if others is not None and refusal is not None:  # wrong in every way is no near miss
             return None
         if refusal := others or refusal:
             return NearMiss(node, refusal)
+        if operator.residual is not Residual.NONE:
+            detail = f"{operator.name} has an R already"
+            return NearMiss(node, Refusal(Reason.NO_SUCH_OPERATOR, detail))
         return Fused(wanted, [*product.inputs, residual], absorbed=[node])
 
+    def _is_of_other_rules(self, product: Product, node: onnx.NodeProto, residual: str) -> bool:
+        """Vectors that are added and numbers: a bias and a scale say what is wrong with them."""
+        if node.op_type == "Add":
+            return product.rank(residual) in (0, 1)
+        return product.scalar(residual) is not None
+
     def _refuse_shape(self, product: Product, residual: str) -> Refusal | None:
+        if residual == product.output:
+            return Refusal(Reason.FORM_UNKNOWN, "both operands are the product itself")
         if product.same_shape(residual, product.output):
             return None
         said = []

@@ -7,6 +7,7 @@ bias. A convolution has no such attribute, and takes a number behind it into its
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -15,7 +16,7 @@ import onnx
 
 from .convolution_weights import scaled
 from .fusion import Fused, Fusion, NearMiss, Product
-from .operators import BASES, Operator
+from .operators import BASES
 from .report import Reason, Refusal
 
 _SCALED = {
@@ -37,41 +38,55 @@ class ScaleFusion(Fusion):
     changes_weights = True
 
     def match(self, product: Product) -> Fused | NearMiss | None:
-        if not product.operator.is_base:
-            return None
-        return _behind(product) or _in_front(product)
+        behind = _behind(product)
+        if isinstance(behind, Fused):
+            return behind
+        front = _in_front(product)
+        return front if isinstance(front, Fused) else behind or front
 
 
 def _behind(product: Product) -> Fused | NearMiss | None:
     """The product and what it adds are scaled."""
-    node = product.only_reader()
+    node = product.reader("Mul", "Div")
     factor = None if node is None else _factor(product, node, product.output)
-    if node is None or factor is None or len(product.readers(product.output)) > 1:
-        return None  # a factor of one of several branches is a part of something larger
-    if refusal := product.refuse_readers(product.output, by=[node]):
+    if node is None or factor is None:
+        return None
+    refusal = product.refuse_readers(product.output, by=[node])
+    if refusal is None and not product.operator.is_base:
+        what = f"{product.operator.name} has no factor behind what it adds or activates"
+        refusal = Refusal(Reason.NO_SUCH_OPERATOR, what)
+    if refusal is not None:
         return NearMiss(node, refusal)
     if product.is_convolution:
-        found = _refuse(factor) or scaled(product, node, np.array(factor))
+        found = refuse_factor(factor) or scaled(product, node, np.array(factor))
         return NearMiss(node, found) if isinstance(found, Refusal) else found
     return _scaled(product, node, {"alpha": factor, "beta": factor}, absorbed=True)
 
 
 def _in_front(product: Product) -> Fused | NearMiss | None:
     """An operand is scaled, and nothing else reads it."""
-    if product.is_convolution:
+    if product.operator.standard in ("Conv", "ConvTranspose"):
         return None
+    missed = None
     for index in range(2):
         node = product.producer(product.operand(index))
         if node is None or len(node.input) != 2:
             continue
         for operand in node.input:
             factor = _factor(product, node, operand)
-            if factor is None or product.refuse_readers(node.output[0], by=[product.node]):
+            if factor is None:
                 continue
+            refusal = product.refuse_readers(node.output[0], by=[product.node])
             if product.operand(0) == product.operand(1):
-                continue  # it would count twice
-            return _scaled(product, node, {"alpha": factor}, operand={index: operand})
-    return None
+                refusal = Refusal(Reason.FORM_UNKNOWN, "both operands are it: it counts twice")
+            if refusal is not None:
+                missed = missed or NearMiss(node, refusal)
+                continue
+            found = _scaled(product, node, {"alpha": factor}, operand={index: operand})
+            if isinstance(found, Fused):
+                return found
+            missed = missed or found
+    return missed
 
 
 def _factor(product: Product, node: onnx.NodeProto, value: str) -> float | None:
@@ -111,11 +126,14 @@ def _scaled(
             )
         factor = factors.get(name, 1.0)
         attributes[name] = (1.0 if old is None else old.f) * factor
-        if refusal := _refuse(factor) or (old is not None and old.f and _refuse(attributes[name])):
+        refusal = refuse_factor(factor)
+        if refusal is None and old is not None and old.f:
+            refusal = refuse_factor(attributes[name])
+        if refusal is not None:
             return NearMiss(node, refusal)
     inputs = [(operand or {}).get(index, name) for index, name in enumerate(product.inputs)]
     return Fused(
-        Operator(base),
+        dataclasses.replace(product.operator, base=base),
         inputs,
         absorbed=[node] if absorbed else [],
         attributes=attributes,
@@ -123,7 +141,7 @@ def _scaled(
     )
 
 
-def _refuse(factor: float) -> Refusal | None:
+def refuse_factor(factor: float) -> Refusal | None:
     """A product times 0 is NaN where it overflows, and no number is larger than fp32's."""
     if _SMALLEST <= abs(factor) <= _LARGEST:
         return None

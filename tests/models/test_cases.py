@@ -97,12 +97,12 @@ FUSED = {
 
 MISSED = {
     "mm_add_up": ["residual: shape-unproven"],
-    "mm_add_second": ["activation: other-readers"],
+    "mm_add_second": ["activation: other-readers", "residual: other-readers"],
     "mm_is_output": ["bias: other-readers"],
     "gemm_id_transpose": ["transpose: form-unknown"],
     "conv_empty_bias": ["residual: shape-unproven"],
     "conv_add_group": ["residual: shape-unproven"],
-    "conv_relu_fanout": ["activation: other-readers"],
+    "conv_relu_fanout": ["activation: other-readers", "residual: other-readers"],
 }
 
 

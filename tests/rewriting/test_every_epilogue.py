@@ -125,4 +125,6 @@ def test_all_in_one(base: str, name: str) -> None:
 def test_others_stay(base: str, rest: str) -> None:
     rest = rest.replace("vector", "channel" if base.startswith("Conv") else "vector")
     model = model_of(base, rest)
-    check_fused(model, FEEDS.get(base, IMAGE), ops=[plain(base), model.graph.node[1].op_type])
+    node = model.graph.node[1]
+    missed = ["residual: shape-unproven"] if node.op_type == "Mul" else []
+    check_fused(model, FEEDS.get(base, IMAGE), ops=[plain(base), node.op_type], missed=missed)

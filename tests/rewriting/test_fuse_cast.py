@@ -63,7 +63,8 @@ def test_other_casts_stay(body: str, ops: list[str], dtype: str, out: str) -> No
     model = model_of(body, dtype=dtype, out=out)
     feeds = {name: value.astype(dtype.replace("float", "float32") if dtype == "float" else dtype)
              for name, value in FEEDS.items()}  # fmt: skip
-    check_fused(model, feeds, ops=ops)
+    missed = ["cast: no-such-operator"] if ops[0] == "MatMulRelu" else []
+    check_fused(model, feeds, ops=ops, missed=missed)
 
 
 def test_other_readers_prevent_it() -> None:
@@ -81,7 +82,8 @@ def test_nothing_goes_into_the_product_behind_the_cast() -> None:
     )
     feeds = {"a": random(3, 4).astype(np.float16), "b": random(4, 5).astype(np.float16)}
     feeds |= {"c": random(5), "r": random(3, 5)}
-    check_fused(model, feeds, ops=["MatMulToFloat", "Add", "Mul", "Relu"])
+    ops = ["MatMulToFloat", "Add", "Mul", "Relu"]
+    check_fused(model, feeds, ops=ops, missed=["bias: no-such-operator"])
 
 
 def test_it_can_be_left_out() -> None:

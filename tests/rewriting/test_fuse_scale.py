@@ -106,12 +106,12 @@ def test_attention_in_half_precision() -> None:
         ("t = MatMul (a, b)  y = Div (t, z)", "y", ["scale: inexact"]),
         ("t = MatMul (a, b)  y = Div (s, t)", "y", []),
         ("t = MatMul (a, b)  y = Mul (t, s)", "y, t", ["scale: other-readers"]),
-        ("t = MatMul (a, b)  y = Mul (t, s)  w = Neg (t)", "y, w", []),
+        ("t = MatMul (a, b)  y = Mul (t, s)  w = Neg (t)", "y, w", ["scale: other-readers"]),
         ("t = MatMul (a, b)  y = Mul (t, wide)", "y", ["residual: shape-unproven"]),
         ("u = Mul (a, wide)  y = MatMul (u, b)", "y", []),
-        ("u = Mul (a, s)  y = MatMul (u, b)  w = Neg (u)", "y, w", []),
-        ("t = MatMul (a, b)  u = Tanh (t)  y = Mul (u, s)", "y", []),
-        ("t = MatMul (a, b)  y = Mul (t, c)", "y", []),
+        ("u = Mul (a, s)  y = MatMul (u, b)  w = Neg (u)", "y, w", ["scale: other-readers"]),
+        ("t = MatMul (a, b)  u = Tanh (t)  y = Mul (u, s)", "y", ["scale: no-such-operator"]),
+        ("t = MatMul (a, b)  y = Mul (t, c)", "y", ["residual: shape-unproven"]),
     ],
 )
 def test_others_stay(nodes: str, outputs: str, missed: list[str]) -> None:
@@ -124,7 +124,26 @@ def test_others_stay(nodes: str, outputs: str, missed: list[str]) -> None:
 
 def test_a_matrix_times_itself_counts_its_factor_once_for_each_operand() -> None:
     model = parse(f"g (float[m, m] a) => (y) {NUMBERS} {{ u = Mul (a, s)  y = MatMul (u, u) }}")
-    check_fused(model, {"a": random(3, 3)}, ops=["Mul", "MatMul"])
+    missed = ["scale: form-unknown"]
+    check_fused(model, {"a": random(3, 3)}, ops=["Mul", "MatMul"], missed=missed)
+
+
+@pytest.mark.parametrize(
+    ("rest", "op"),
+    [
+        ("y = Relu (t)", "ScaledMatMulRelu"),
+        ("u = Add (t, c)  y = Sigmoid (u)", "ScaledMatMulBiasSigmoid"),
+        ("y = Add (t, r)", "ScaledMatMulAdd"),
+    ],
+)
+def test_in_front_of_a_product_that_has_all_else(rest: str, op: str) -> None:
+    """An activation and R are looked for first, and do not hinder it."""
+    model = parse(
+        f"""g (float[p, s, k] a, float[k, 5] b, float[5] c, float[p, s, 5] r) => (y) {NUMBERS}
+            {{ v = Mul (a, s)  t = MatMul (v, b)  {rest} }}"""
+    )
+    result = check_fused(model, {**FEEDS, "r": random(2, 3, 5)}, ops=[op])
+    np.testing.assert_allclose(factors(result)[0], 0.3, rtol=1e-6)
 
 
 @pytest.mark.parametrize("add", ["", "  t = Add (t0, c)"])
