@@ -19,6 +19,7 @@ from .matmul import MatMulRule
 from .operators import ACTIVATIONS, OPERATORS, Operator, Residual
 from .report import Reason, Refusal
 from .rule import Rule, Scope
+from .scale import refuse_factor
 from .stand_ins import CONTRIB
 from .tree import attributes_of
 
@@ -30,25 +31,26 @@ class FusedMatMulRule(Rule):
     name = "fused_matmul"
     op_type = "FusedMatMul"
     domain = CONTRIB
-    transformation = "com.microsoft.FusedMatMul(A, B) -> ai.moonpoly.Gemm(A, B)"
+    transformation = (
+        "com.microsoft.FusedMatMul(A, B) -> ai.moonpoly.Gemm(A, B), or ScaledMatMul(A, B)"
+    )
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
         attributes = attributes_of(node)
         for name in ("transBatchA", "transBatchB"):
             if attributes.get(name):
                 return Refusal(Reason.RANK_UNSUPPORTED, f"{name} is 1; no product of ours has it")
-        if not _is_gemm(node):
-            return None
-        for name, value in zip("AB", view.inputs, strict=False):
+        turned, alpha = _is_turned(attributes), attributes.get("alpha", 1.0)
+        if not turned and alpha != 1.0:
+            return None if _is_rank_2([view]) else _refuse_scaled(alpha, scope)
+        for name, value in zip("AB", view.inputs if turned else (), strict=False):
             shape = None if value is None else value.shape
             if shape is None:
-                return Refusal(
-                    Reason.RANK_UNKNOWN, f"transposed or scaled, and {name} has no known rank"
-                )
+                return Refusal(Reason.RANK_UNKNOWN, f"transposed, and {name} has no known rank")
             if len(shape) != 2:
                 return Refusal(
                     Reason.RANK_UNSUPPORTED,
-                    f"transposed or scaled, and {name} is {shape}; 2 dimensions are supported",
+                    f"transposed, and {name} is {shape}; 2 dimensions are supported",
                 )
         return None
 
@@ -58,13 +60,19 @@ class FusedMatMulRule(Rule):
     def rewrite(self, node: ir.Node) -> None:
         node.domain = DOMAIN
 
-    def adapt(self, node: onnx.NodeProto) -> None:
+    def adapt(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> None:
         attributes = attributes_of(node)
-        node.op_type = "Gemm" if _is_gemm(node) else "MatMul"
+        alpha = float(attributes.get("alpha", 1.0))
         del node.attribute[:]
-        if node.op_type == "Gemm":
+        if _is_turned(attributes) or (alpha != 1.0 and _is_rank_2(views)):
+            node.op_type = "Gemm"
             flags = {flag: int(attributes.get(flag, 0)) for flag in ("transA", "transB")}
-            _set(node, {**flags, "alpha": float(attributes.get("alpha", 1.0)), "beta": 1.0})
+            _set(node, {**flags, "alpha": alpha, "beta": 1.0})
+        elif alpha != 1.0:
+            node.op_type = "ScaledMatMul"
+            _set(node, {"alpha": alpha})
+        else:
+            node.op_type = "MatMul"
 
 
 class FusedGemmRule(Rule):
@@ -84,7 +92,7 @@ class FusedGemmRule(Rule):
     def rewrite(self, node: ir.Node) -> None:
         GemmRule().rewrite(node)
 
-    def adapt(self, node: onnx.NodeProto) -> None:
+    def adapt(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> None:
         attributes = attributes_of(node)
         operator = Operator("Gemm", _activation(node))
         parameters = ACTIVATIONS[operator.activation].parameters if operator.activation else ()
@@ -106,7 +114,7 @@ class FusedConvRule(Rule):
     def rewrite(self, node: ir.Node) -> None:
         node.domain = DOMAIN
 
-    def adapt(self, node: onnx.NodeProto) -> None:
+    def adapt(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> None:
         inputs = [*node.input, "", ""][:4]
         residual = Residual.BEFORE if inputs[3] else Residual.NONE
         operator = Operator("Conv" if inputs[2] else "ConvNoBias", _activation(node), residual)
@@ -153,10 +161,25 @@ def _finish(node: onnx.NodeProto, operator: Operator, parameters: Sequence[float
     _set(node, dict(zip(names, map(float, parameters), strict=False)))
 
 
-def _is_gemm(node: onnx.NodeProto) -> bool:
-    attributes = attributes_of(node)
-    turned = attributes.get("transA") or attributes.get("transB")
-    return bool(turned) or attributes.get("alpha", 1.0) != 1.0
+def _is_turned(attributes: Mapping[str, object]) -> bool:
+    return bool(attributes.get("transA") or attributes.get("transB"))
+
+
+def _is_rank_2(views: Sequence[ir.Node]) -> bool:
+    """Whether both operands are known to be matrices, in every call."""
+    shapes = [value.shape for view in views for value in view.inputs[:2] if value is not None]
+    return all(shape is not None and len(shape) == 2 for shape in shapes)
+
+
+def _refuse_scaled(alpha: float, scope: Scope) -> Refusal | None:
+    least = OPERATORS["ScaledMatMul"].min_opset
+    if scope.body_opset is not None and scope.body_opset < least:
+        return Refusal(
+            Reason.OPSET,
+            f"scaled, which needs ai.onnx version {least} (CastLike); the model imports "
+            f"{scope.body_opset}",
+        )
+    return refuse_factor(alpha)
 
 
 def _set(node: onnx.NodeProto, attributes: Mapping[str, float | int]) -> None:

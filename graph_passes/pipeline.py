@@ -145,7 +145,7 @@ def apply(
         if refusal is None:
             for view in views[number]:
                 rule.rewrite(view)
-            _write_back(views[number][0], node, rule)
+            _write_back(views[number], node, rule)
             domain.import_into(holder.opset_import)
     if fusions and body_opset is not None and any(n.domain == domain.DOMAIN for _, _, n in nodes):
         trees = forest(model, initializers)
@@ -210,15 +210,16 @@ def _refuse(
     return None if None in refusals else refusals[0]
 
 
-def _write_back(view: ir.Node, node: onnx.NodeProto, rule: Rule) -> None:
+def _write_back(views: list[ir.Node], node: onnx.NodeProto, rule: Rule) -> None:
     """Carries a rewritten view over to the node of the model, attribute references included."""
+    view = views[0]
     node.domain = view.domain
     node.op_type = view.op_type
     present = {attribute.name for attribute in node.attribute}
     node.attribute.extend(
         ir.to_proto(attribute) for name, attribute in view.attributes.items() if name not in present
     )
-    rule.adapt(node)
+    rule.adapt(node, views)
     stale = [entry for entry in node.metadata_props if entry.key == domain.RULE_KEY]
     for entry in stale:
         node.metadata_props.remove(entry)

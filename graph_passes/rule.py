@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import onnx
@@ -61,8 +62,8 @@ class Rule(abc.ABC):
     def rewrite(self, node: ir.Node) -> None:
         """Changes `node` in place; its name, inputs, outputs, doc string and metadata stay."""
 
-    def adapt(self, node: onnx.NodeProto) -> None:
-        """Changes a node, already of our domain, in what its typed view does not show."""
+    def adapt(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> None:
+        """Changes a node, already of our domain, in what its typed views do not show."""
         return
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from equivalence import ALL_RULES, check_fused, parse, random
+from equivalence import ALL_RULES, check_fused, parse, random, refusals
 
 from moonpoly_ort.rewriting import rewrite
 
@@ -22,13 +22,16 @@ MATMUL = "g (float[{}] a, float[{}] b) => (y) {{ y = com.microsoft.FusedMatMul {
         (("p, s, k", "k, 5"), "", "MatMul"),
         (("p, s, k", "k, 5"), "<alpha = 1.0, transA = 0>", "MatMul"),
         (("s, k", "k, 5"), "<alpha = 0.25>", "Gemm"),
+        (("p, s, k", "k, 5"), "<alpha = 0.25>", "ScaledMatMul"),
+        (("p, 2, s, k", "p, 2, k, 5"), "<alpha = 0.25, transB = 0>", "ScaledMatMul"),
+        (("k", "k, 5"), "<alpha = 0.25>", "ScaledMatMul"),
         (("s, k", "5, k"), "<transB = 1>", "Gemm"),
         (("k, s", "5, k"), "<transA = 1, transB = 1, alpha = 2.0>", "Gemm"),
     ],
 )
 def test_matmul(shapes: tuple[str, str], given: str, op: str) -> None:
     model = parse(MATMUL.format(*shapes, given), imports=CONTRIB)
-    sizes = {"p": 2, "s": 3, "k": 4, "5": 5}
+    sizes = {"p": 2, "2": 2, "s": 3, "k": 4, "5": 5}
     feeds = {
         name: random(*(sizes[axis] for axis in shape.split(", ")))
         for name, shape in zip("ab", shapes, strict=True)
@@ -36,13 +39,14 @@ def test_matmul(shapes: tuple[str, str], given: str, op: str) -> None:
     result = check_fused(model, feeds, ops=[op])
     assert [(e.op_type, e.rule) for e in result.report] == [("FusedMatMul", "fused_matmul")]
     names = sorted(attribute.name for attribute in result.model.graph.node[0].attribute)
-    assert names == (["alpha", "beta", "transA", "transB"] if op == "Gemm" else [])
+    wanted = {"Gemm": ["alpha", "beta", "transA", "transB"], "ScaledMatMul": ["alpha"]}
+    assert names == wanted.get(op, [])
 
 
 @pytest.mark.parametrize(
     ("shapes", "given", "reason"),
     [
-        (("p, s, k", "k, 5"), "<alpha = 0.25>", "rank-unsupported"),
+        (("p, s, k", "k, 5"), "<alpha = 0.0>", "inexact"),
         (("p, s, k", "p, t, k"), "<transB = 1>", "rank-unsupported"),
         (("s, p, k", "p, k, t"), "<transBatchA = 1>", "rank-unsupported"),
         (("s, 3", "4, 5"), "", "invalid"),
@@ -60,10 +64,34 @@ def test_matmul_that_stays(shapes: tuple[str, str], given: str, reason: str) -> 
 def test_matmul_of_unknown_rank_stays_only_where_it_matters() -> None:
     text = """g (float[s, 4] a, float[4, 4] b, int64[r] shape) => (y)
         {{ c = Reshape (a, shape)  y = com.microsoft.FusedMatMul {} (c, b) }}"""
-    model = parse(text.format("<alpha = 0.5>"), imports=CONTRIB)
+    model = parse(text.format("<transB = 1>"), imports=CONTRIB)
     result = check_fused(model, ops=["Reshape", "com.microsoft.FusedMatMul"])
     assert str(result.report[0].reason) == "rank-unknown"
-    check_fused(parse(text.format(""), imports=CONTRIB), ops=["Reshape", "MatMul"])
+    for given, op in (("", "MatMul"), ("<alpha = 0.5>", "ScaledMatMul")):
+        check_fused(parse(text.format(given), imports=CONTRIB), ops=["Reshape", op])
+
+
+def test_a_scaled_product_of_more_dimensions_needs_opset_15() -> None:
+    for opset, ops in ((14, ["com.microsoft.FusedMatMul"]), (15, ["ScaledMatMul"])):
+        given = MATMUL.format("p, s, k", "k, 5", "<alpha = 0.25>")
+        result = check_fused(parse(given, opset=opset, imports=CONTRIB), ops=ops)
+        assert refusals(result) == (["opset"] if opset == 14 else [])
+    given = MATMUL.format("s, k", "k, 5", "<alpha = 0.25>")
+    check_fused(parse(given, opset=14, imports=CONTRIB), ops=["Gemm"])
+
+
+def test_one_function_for_matrices_and_for_batches() -> None:
+    model = parse(
+        """g (float[s, 4] a, float[p, s, 4] c, float[4, 5] b) => (y, z)
+            { y = f.Scores (a, b)  z = f.Scores (c, b) }""",
+        imports=CONTRIB + ', "f" : 1',
+        functions="""<domain: "f", opset_import: ["" : 17, "com.microsoft" : 1]>
+            Scores (a, b) => (y) { y = com.microsoft.FusedMatMul <alpha = 0.5> (a, b) }""",
+    )
+    feeds = {"a": random(3, 4), "c": random(2, 3, 4), "b": random(4, 5)}
+    result = check_fused(model, feeds, ops=["f.Scores", "f.Scores"])
+    scores = next(f for f in result.model.functions if f.name == "Scores")
+    assert [node.op_type for node in scores.node] == ["ScaledMatMul"]
 
 
 GEMM = """g (float[s, k] a, float[k, 5] b, float[5] c) => (float[s, 5] y)
