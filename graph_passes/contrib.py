@@ -8,6 +8,7 @@ beyond that.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -21,7 +22,6 @@ from .report import Reason, Refusal
 from .rule import Rule, Scope
 from .scale import refuse_factor
 from .stand_ins import CONTRIB
-from .tree import attributes_of
 
 _FUSED = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid")
 """Activations of FusedGemm and FusedConv that there are operators for."""
@@ -36,7 +36,11 @@ class FusedMatMulRule(Rule):
     )
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
-        attributes = attributes_of(node)
+        attributes = _given(node)
+        if referring := [a.name for a in node.attribute if a.ref_attr_name]:
+            return Refusal(
+                Reason.UNBOUND_ATTRIBUTE, f"{', '.join(referring)} may differ from call to call"
+            )
         for name in ("transBatchA", "transBatchB"):
             if attributes.get(name):
                 return Refusal(Reason.RANK_UNSUPPORTED, f"{name} is 1; no product of ours has it")
@@ -61,7 +65,7 @@ class FusedMatMulRule(Rule):
         node.domain = DOMAIN
 
     def adapt(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> None:
-        attributes = attributes_of(node)
+        attributes = _given(node)
         alpha = float(attributes.get("alpha", 1.0))
         del node.attribute[:]
         if _is_turned(attributes) or (alpha != 1.0 and _is_rank_2(views)):
@@ -82,7 +86,7 @@ class FusedGemmRule(Rule):
     transformation = "com.microsoft.FusedGemm(A, B, C?) -> ai.moonpoly.GemmRelu(A, B, C?)"
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
-        attributes = attributes_of(node)
+        attributes = _given(node)
         given = [attributes.get(f"activation_{which}") for which in ("alpha", "beta")]
         return _refuse_activation(node, [value for value in given if value is not None], scope)
 
@@ -93,7 +97,7 @@ class FusedGemmRule(Rule):
         GemmRule().rewrite(node)
 
     def adapt(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> None:
-        attributes = attributes_of(node)
+        attributes = _given(node)
         operator = Operator("Gemm", _activation(node))
         parameters = ACTIVATIONS[operator.activation].parameters if operator.activation else ()
         _finish(node, operator, [float(attributes[name]) for name in parameters])
@@ -106,7 +110,7 @@ class FusedConvRule(Rule):
     transformation = "com.microsoft.FusedConv(X, W, B?, Z?) -> ai.moonpoly.ConvAddRelu(X, W, B, Z)"
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
-        return _refuse_activation(node, attributes_of(node).get("activation_params", []), scope)
+        return _refuse_activation(node, _given(node).get("activation_params", []), scope)
 
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
         return ConvRule().check(node, scope)
@@ -120,7 +124,7 @@ class FusedConvRule(Rule):
         operator = Operator("Conv" if inputs[2] else "ConvNoBias", _activation(node), residual)
         del node.input[:]
         node.input.extend(name for name in inputs if name)
-        _finish(node, operator, attributes_of(node).get("activation_params", []))
+        _finish(node, operator, _given(node).get("activation_params", []))
 
 
 def _refuse_activation(
@@ -147,7 +151,7 @@ def _refuse_activation(
 
 
 def _activation(node: onnx.NodeProto) -> str:
-    value = attributes_of(node).get("activation", b"")
+    value = _given(node).get("activation", b"")
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
@@ -159,6 +163,13 @@ def _finish(node: onnx.NodeProto, operator: Operator, parameters: Sequence[float
         if attribute.name not in OPERATORS[operator.name].attributes or attribute.name in names:
             node.attribute.remove(attribute)
     _set(node, dict(zip(names, map(float, parameters), strict=False)))
+
+
+def _given(node: onnx.NodeProto) -> dict[str, Any]:
+    """The attributes of a node but for those that refer to one of the function around it."""
+    return {
+        a.name: onnx.helper.get_attribute_value(a) for a in node.attribute if not a.ref_attr_name
+    }
 
 
 def _is_turned(attributes: Mapping[str, object]) -> bool:

@@ -62,6 +62,8 @@ def _split(product: Product) -> _Halves | None:
         return None
     if len(node.output) != 2 or not all(node.output):
         return None
+    if any(attribute.ref_attr_name for attribute in node.attribute):  # one axis a call
+        return None
     attributes = attributes_of(node)
     if not _is_last_axis(product, attributes.get("axis", 0)):
         return None

@@ -239,3 +239,15 @@ def test_weights_that_are_not_parsed(tmp_path: Path, kind: str) -> None:
     want = run(model_files.read(path).model if kind != "external" else onnx.load(path), x)[0]
     np.testing.assert_allclose(run(new, x)[0], want, rtol=1e-5, atol=1e-4)
     assert len(result.taken) >= 2
+
+
+def test_the_axis_of_a_function_is_not_known() -> None:
+    model = parse(
+        "g (float[s, 4] x, float[4, 12] w) => (y) { y = f.Block <e = 1> (x, w) }",
+        imports=', "f" : 1',
+        functions="""<domain: "f", opset_import: ["" : 17]> Block <e> (x, w) => (y) {
+            p = MatMul (x, w)  g, u = Split <axis: int = @e> (p)  t = Relu (g)  y = Mul (t, u) }""",
+    )
+    result = check_fused(model, {"x": random(3, 4), "w": random(4, 12)}, ops=["f.Block"])
+    block = next(function for function in result.model.functions if function.name == "Block")
+    assert [node.op_type for node in block.node] == ["MatMul", "Split", "Relu", "Mul"]

@@ -213,3 +213,36 @@ def test_a_model_that_onnx_runtime_has_optimized(tmp_path: Path) -> None:
     ]
     for expected, actual in zip(*(s.run(None, feeds) for s in sessions), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+IMAGE = "float[n, 3, h, w] a, float[4, 3, 3, 3] b"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "node", "given", "reason"),
+    [
+        ("", "FusedMatMul <alpha: float = @e> (a, b)", "0.5", "unbound-attribute"),
+        ("", "FusedMatMul <transB: int = @e> (a, b)", "0", "unbound-attribute"),
+        ("", 'FusedGemm <activation: string = @e> (a, b)', '"Relu"', "unbound-attribute"),
+        ("", 'FusedGemm <activation = "Relu", alpha: float = @e> (a, b)', "0.5", ""),
+        (IMAGE, 'FusedConv <activation = "Relu", pads: ints = @e> (a, b)', "[1, 1, 1, 1]", ""),
+        (IMAGE, 'FusedConv <activation = "LeakyRelu", activation_params: floats = @e> (a, b)',
+         "[0.3]", "unbound-attribute"),
+    ],
+)  # fmt: skip
+def test_attributes_of_a_function(inputs: str, node: str, given: str, reason: str) -> None:
+    """Those that our operators have may refer to it; what is decided by others must be known."""
+    inputs = inputs or "float[s, 4] a, float[4, 5] b"
+    model = parse(
+        f"g ({inputs}) => (y) {{ y = f.Block <e = {given}> (a, b) }}",
+        imports=CONTRIB + ', "f" : 1',
+        functions=f"""<domain: "f", opset_import: ["" : 17, "com.microsoft" : 1]>
+            Block <e> (a, b) => (y) {{ y = com.microsoft.{node} }}""",
+    )
+    feeds = {"a": random(3, 4), "b": random(4, 5)}
+    if inputs == IMAGE:
+        feeds = {"a": random(2, 3, 5, 6), "b": random(4, 3, 3, 3)}
+    result = check_fused(model, feeds, ops=["f.Block"])
+    assert refusals(result) == ([reason] if reason else [])
+    block = next(function for function in result.model.functions if function.name == "Block")
+    assert (block.node[0].domain == "ai.moonpoly") is not bool(reason)
