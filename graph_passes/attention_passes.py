@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import onnx
 
@@ -24,6 +24,7 @@ from . import (
     unpacked_attention,
     zero_attention_bias,
 )
+from .domain import stamp
 
 log = logging.getLogger("moonpoly_ort")
 
@@ -68,8 +69,37 @@ PACKED: tuple[Pass, ...] = (
 """Q, K and V are one product."""
 
 
-def apply(model: onnx.ModelProto, passes: tuple[Pass, ...]) -> dict[str, int]:
-    """Runs passes on a model, in place; returns how often each found something."""
-    counts = {name: run(model) for name, run in passes}
+NAMES = tuple(dict.fromkeys(name for passes in (UNPACKED, PACKED) for name, _ in passes))
+"""Of all passes; each can be left out."""
+
+
+def apply(
+    model: onnx.ModelProto, passes: tuple[Pass, ...], disable: Collection[str] = ()
+) -> dict[str, int]:
+    """Runs passes on a model, in place; returns how often each found something.
+
+    The nodes that a pass made name it, as those of ours name their rules.
+
+    Args:
+        model: The model, as an optimizer left it.
+        passes: `LEAN`, `UNPACKED` or `PACKED`.
+        disable: The names of passes to leave out.
+    """
+    counts = {}
+    for name, run in passes:
+        if name in disable:
+            continue
+        before = set(map(_identity, model.graph.node))
+        counts[name] = run(model)
+        for node in model.graph.node if counts[name] else ():
+            if _identity(node) not in before:
+                stamp(node, name)
     log.info("passes over attention: %s", counts)
     return counts
+
+
+def _identity(node: onnx.NodeProto) -> tuple[object, ...]:
+    """What tells a node that was made or changed; the names of its inputs may follow others."""
+    is_constant = node.op_type == "Constant"  # which may be large, and is never changed
+    attributes = () if is_constant else (a.SerializeToString() for a in node.attribute)
+    return (node.domain, node.op_type, *node.output, *sorted(attributes))

@@ -20,10 +20,27 @@ from .operators import OPERATORS
 DOMAIN = "ai.moonpoly"
 VERSION = 1
 RULE_KEY = "moonpoly.rule"
-"""Key in the `metadata_props` of a node of ours; the value names its rules, with commas between."""
+"""Key in the `metadata_props` of a node that rules or passes made; the value names them, with
+commas between."""
 
 MIN_IR_VERSION = 8
 """Model-local functions came with IR version 8."""
+
+
+def rules_of(node: onnx.NodeProto) -> list[str]:
+    """The rules that a node names."""
+    return next((e.value.split(",") for e in node.metadata_props if e.key == RULE_KEY), [])
+
+
+def stamp(node: onnx.NodeProto, *rules: str) -> None:
+    """Adds to the rules that the node names those that it does not."""
+    known = rules_of(node)
+    value = ",".join([*known, *(rule for rule in rules if rule not in known)])
+    for entry in node.metadata_props:
+        if entry.key == RULE_KEY:
+            entry.value = value
+            return
+    node.metadata_props.add(key=RULE_KEY, value=value)
 
 
 def is_standard(domain: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import onnx
 import onnx_ir as ir
 
-from .domain import DOMAIN, RULE_KEY, is_standard
+from .domain import DOMAIN, is_standard, rules_of, stamp
 from .fusion import Fused, Fusion, NearMiss, NewConstant, Product
 from .operators import OPERATORS, Operator
 from .payload import UnreadableError
@@ -186,8 +186,8 @@ class Graph:
             fused.attribute.append(onnx.helper.make_attribute(name, value))
         for absorbed in found.absorbed:
             if absorbed.domain == DOMAIN:
-                _stamp(fused, *_rules_of(absorbed))
-        _stamp(fused, rule.name)
+                stamp(fused, *rules_of(absorbed))
+        stamp(fused, rule.name)
         if last is not old:  # its constants follow it
             self._constants[id(last)] = self._constants.pop(id(old), []) + self._constants[id(last)]
         leaving = [*found.absorbed, *(() if last is old else (old,))]
@@ -303,18 +303,3 @@ def _reported(found: Fused) -> onnx.NodeProto:
 def _typed(array: Array) -> ir.Value:
     tensor = ir.tensor(array)
     return ir.Value(shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype))
-
-
-def _rules_of(node: onnx.NodeProto) -> list[str]:
-    return next((e.value.split(",") for e in node.metadata_props if e.key == RULE_KEY), [])
-
-
-def _stamp(node: onnx.NodeProto, *rules: str) -> None:
-    """Adds to the rules that the node names those that it does not."""
-    known = _rules_of(node)
-    value = ",".join([*known, *(rule for rule in rules if rule not in known)])
-    for entry in node.metadata_props:
-        if entry.key == RULE_KEY:
-            entry.value = value
-            return
-    node.metadata_props.add(key=RULE_KEY, value=value)

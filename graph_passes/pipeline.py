@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from moonpoly_ort.errors import ProblemError
 
-from . import domain
+from . import attention_passes, domain
 from .activation import ActivationFusion
 from .batch_normalization import BatchNormalizationFusion
 from .bias import BiasFusion
@@ -73,16 +73,17 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
 
     Args:
         rules: The rules wanted; None means all.
-        disable: Rules to leave out.
+        disable: Rules to leave out; those that are passes over attention are none of the result.
 
     Raises:
         ProblemError: A name is not that of a rule.
     """
     wanted = set(_NAMES if rules is None else _names(rules))
     unwanted = set(_names(disable))
-    if unknown := sorted((wanted | unwanted) - set(_NAMES)):
+    if unknown := sorted((wanted | unwanted.difference(attention_passes.NAMES)) - set(_NAMES)):
         raise ProblemError(
-            f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(_NAMES)}."
+            f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(_NAMES)}; "
+            f"`disable` takes passes of optimize=, too: {', '.join(attention_passes.NAMES)}."
         )
     return frozenset(wanted - unwanted)
 
@@ -220,7 +221,8 @@ def _write_back(views: list[ir.Node], node: onnx.NodeProto, rule: Rule) -> None:
         ir.to_proto(attribute) for name, attribute in view.attributes.items() if name not in present
     )
     rule.adapt(node, views)
+    passes = [name for name in domain.rules_of(node) if name in attention_passes.NAMES]
     stale = [entry for entry in node.metadata_props if entry.key == domain.RULE_KEY]
     for entry in stale:
         node.metadata_props.remove(entry)
-    node.metadata_props.add(key=domain.RULE_KEY, value=rule.name)
+    domain.stamp(node, *passes, rule.name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import onnx
@@ -58,7 +58,7 @@ def check(how: object) -> None:
     )
 
 
-def optimized(source: Source, how: str | None) -> Source:
+def optimized(source: Source, how: str | None, disable: Collection[str] = ()) -> Source:
     """The model as an optimizer leaves it; for None, and where `auto` finds none, as it came.
 
     Args:
@@ -66,6 +66,7 @@ def optimized(source: Source, how: str | None) -> Source:
         how: See docs/optimizers.md. `auto` takes onnxscript's fusions, else those of ONNX Runtime,
             whichever is installed, knows the model and leaves it whole, takes the products out
             of attention and cleans up around it; it never fails for an optimizer's sake.
+        disable: Names of passes over attention to leave out; others say nothing here.
 
     Raises:
         ArgumentError: `how` is not accepted, or ONNX Runtime's optimizer does not know the type.
@@ -77,11 +78,11 @@ def optimized(source: Source, how: str | None) -> Source:
         return source
     _refuse_rewritten(source)
     if how != "auto":
-        return _run(source, how)
+        return _run(source, how, disable)
     reasons = []
     for candidate in ("onnxscript-mha", "ort-mha"):
         try:
-            result = _run(source, candidate)
+            result = _run(source, candidate, disable)
         except MoonPolyError as error:
             log.info("optimize='auto' leaves out %s: %s", candidate, error)
             reasons.append(str(error))
@@ -109,14 +110,14 @@ def _refuse_rewritten(source: Source) -> None:
         )
 
 
-def _run(source: Source, how: str) -> Source:
+def _run(source: Source, how: str, disable: Collection[str]) -> Source:
     library, suffix, model_type = _split(how)
     dependencies.load("onnxruntime", f"optimize={how!r}")
     before = _interface(source.light)
     run = _with_onnxscript if library == "onnxscript" else _with_onnxruntime
     model = run(source, how, suffix, model_type)
     if suffix:
-        attention_passes.apply(model, _PASSES[suffix])
+        attention_passes.apply(model, _PASSES[suffix], disable)
     _declare(model)
     _forget_inferred(source.light.graph.output, model.graph.output)
     after = _interface(model)

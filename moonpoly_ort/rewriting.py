@@ -107,7 +107,8 @@ def rewrite(
             Nothing appears under these names before all of it is complete.
         static: Take nodes whose shapes are all known, too.
         rules: Names of the rules to apply (`list_rules`); None: all of them.
-        disable: Names of rules to leave out.
+        disable: Names of rules to leave out, and of passes that `optimize` would run behind an
+            optimizer (see docs/optimizers.md).
         overwrite: Replace data files in the output's folder that have other content.
         base_dir: Folder of the external data of a model that is not given as a path.
         optimize: A graph optimizer to run first, which fuses attention, normalization and Gelu into
@@ -126,8 +127,9 @@ def rewrite(
         ProblemError: A name in `rules` or `disable` is not that of a rule.
         TypeError: `model` is of another type.
     """
-    enabled = pipeline.select(rules, disable)
-    source = optimizing.optimized(model_files.read(model, base_dir), optimize)
+    unwanted = [disable] if isinstance(disable, str) else list(disable)
+    enabled = pipeline.select(rules, unwanted)
+    source = optimizing.optimized(model_files.read(model, base_dir), optimize, unwanted)
     report = pipeline.apply(source.light, source, static=static, enabled=enabled)
     written = None if output is None else model_files.write(source, output, overwrite=overwrite)
     return RewriteResult(report, written, source)

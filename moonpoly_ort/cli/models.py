@@ -31,7 +31,8 @@ Rules = Annotated[
     list[str] | None, typer.Option(metavar="RULE", help="Apply only this rule. Repeatable.")
 ]
 Disabled = Annotated[
-    list[str] | None, typer.Option(metavar="RULE", help="Leave this rule out. Repeatable.")
+    list[str] | None,
+    typer.Option(metavar="RULE", help="Leave this rule, or pass of --optimize, out. Repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
