@@ -122,11 +122,13 @@ def rewrite(
 
 
 def _refuse_unknown_rules(rules: list[str] | None, disable: list[str] | None) -> None:
-    from ..rewriting import list_rules
+    from ..errors import ProblemError
+    from ..graph_passes import pipeline
 
-    known = [rule.name for rule in list_rules()]
-    if unknown := sorted({*(rules or ()), *(disable or ())} - set(known)):
-        raise typer.BadParameter(f"no rule {unknown[0]!r}; the rules are {', '.join(known)}")
+    try:
+        pipeline.select(rules or None, disable or ())
+    except ProblemError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def describe_entry(entry: Any) -> dict[str, Any]:

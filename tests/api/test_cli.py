@@ -84,7 +84,12 @@ class TestRewrite:
         listed = moonpoly("rewrite", "--list-rules").stdout
         assert "matmul" in listed
         assert "gemm" in listed
-        assert moonpoly("rewrite", model, "--dry-run", "--rules", "nope").exit_code == 2
+        for words in (["--rules", "nope"], ["--disable", "nope"], ["--rules", "merged_products"]):
+            result = moonpoly("rewrite", model, "--dry-run", *words)
+            assert result.exit_code == 2
+            assert f"rules: {words[1]}" in result.stderr
+        passes = ["--optimize", "auto", "--disable", "merged_products"]
+        assert moonpoly("rewrite", model, "--dry-run", *passes).exit_code == 0
 
     def test_an_optimizer_must_be_one(self, model: Path) -> None:
         result = moonpoly("rewrite", model, "--dry-run", "--optimize", "mha")
