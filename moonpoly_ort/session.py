@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -46,6 +46,7 @@ class _Request(NamedTuple):
     vendor: bool | None
     graphs: GraphLimits | None
     optimize: str | None
+    disable: tuple[str, ...]
     shapes: str
     kwargs: dict[str, Any]
 
@@ -77,6 +78,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             one at a time, in all threads; models that ONNX Runtime cannot capture run without, as a
             warning says.
         optimize: a graph optimizer to run before the rewrite, as for `moonpoly_ort.rewrite`.
+        disable: the rules of the rewrite to leave out, as for `moonpoly_ort.rewrite`.
         shapes: what is to be expected of the inputs, where our kernels run on CUDA. `changing`
             keeps ONNX Runtime's fused attention from making a plan of cuDNN for every new length,
             which takes it 77 ms in a BERT-base, and products from cuBLASLt; `repeating` lets both,
@@ -106,6 +108,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         vendor: bool | None = None,
         cuda_graphs: int | GraphLimits = 0,
         optimize: str | None = None,
+        disable: Iterable[str] = (),
         shapes: Shapes = "changing",
         **kwargs: Any,
     ) -> None:
@@ -115,6 +118,9 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         registering.check_choice("shapes", shapes, ("changing", "repeating"))
         if optimize is not None and not rewrite:
             raise ArgumentError("optimize= belongs to the rewrite, which rewrite=False leaves out")
+        left_out = _rules(disable)
+        if left_out and not rewrite:
+            raise ArgumentError("disable= belongs to the rewrite, which rewrite=False leaves out")
         self._request = _Request(
             path_or_bytes,
             sess_options,
@@ -125,6 +131,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             vendor,
             graphs,
             optimize,
+            left_out,
             shapes,
             kwargs,
         )
@@ -190,7 +197,10 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
             ready = _Ready(source)
             if not _is_ort_format(source, options):
                 if self._request.rewrite and other is None:
-                    ready = _rewritten(source, self._request.optimize, attention=changing)
+                    request = self._request
+                    ready = _rewritten(
+                        source, request.optimize, request.disable, attention=changing
+                    )
                 elif changing:
                     ready = _as_it_is(source)
             self.moonpoly_report = ready.report
@@ -292,8 +302,22 @@ class _Ready(NamedTuple):
     exposed: bool = False
 
 
+def _rules(names: Iterable[str]) -> tuple[str, ...]:
+    """The names of rules; one that is none is an error before anything is read."""
+    given = (names,) if isinstance(names, str) else tuple(names)
+    if given:
+        from .graph_passes import pipeline
+
+        pipeline.select(None, given)
+    return given
+
+
 def _rewritten(
-    source: str | bytes | os.PathLike[str], optimize: str | None, *, attention: bool = False
+    source: str | bytes | os.PathLike[str],
+    optimize: str | None,
+    disable: Collection[str] = (),
+    *,
+    attention: bool = False,
 ) -> _Ready:
     """The rewritten graph; where nothing was optimized and no node was taken, the source itself.
 
@@ -304,9 +328,11 @@ def _rewritten(
 
     # Mapping the file is safe, since it is used here and now.
     read = model_files.read(source, mapped=True)
-    model = optimizing.optimized(read, optimize)
+    model = optimizing.optimized(read, optimize, disable)
     exposed = attention and aligned_keys.is_exposed(model.light)
-    report = pipeline.apply(model.light, model, static=False, enabled=pipeline.select(None, ()))
+    report = pipeline.apply(
+        model.light, model, static=False, enabled=pipeline.select(None, disable)
+    )
     if model is read and not any(entry.taken for entry in report):
         return _Ready(source, None, report, exposed)
     folder = model.folder.absolute() if model.folder and model.has_external_data else None

@@ -82,6 +82,23 @@ def test_the_report_tells_what_was_taken(model: Path) -> None:
     assert InferenceSession(model, providers=CPU, rewrite=False).moonpoly_report is None
 
 
+@pytest.mark.parametrize("disable", ["activation", ["activation"], iter(["activation"])])
+def test_a_rule_that_is_left_out(model: Path, x: np.ndarray, disable) -> None:
+    session = moonpoly_ort.InferenceSession(model, providers=CPU, disable=disable)
+    rules = {entry.rule for entry in session.moonpoly_report or () if entry.taken}
+    assert rules == {"matmul", "gemm"}
+    np.testing.assert_array_equal(result(session, x), expected(model, x))
+    session.set_providers(CPU)
+    assert rules == {entry.rule for entry in session.moonpoly_report or () if entry.taken}
+
+
+def test_a_rule_that_is_none_and_one_of_no_rewrite(model: Path) -> None:
+    with pytest.raises(moonpoly_ort.ProblemError, match="Unknown rules: nope"):
+        moonpoly_ort.InferenceSession(model, providers=CPU, disable=["nope"])
+    with pytest.raises(moonpoly_ort.ArgumentError, match="rewrite=False"):
+        moonpoly_ort.InferenceSession(model, providers=CPU, disable=["bias"], rewrite=False)
+
+
 def test_an_already_rewritten_model_runs(model: Path, x: np.ndarray, tmp_path: Path) -> None:
     moonpoly_ort.rewrite(model, tmp_path / "new.onnx")
     for rewrite in (True, False):
