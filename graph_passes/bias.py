@@ -44,6 +44,8 @@ class BiasFusion(Fusion):
         if not addend or addend == product.output:  # a product added to itself
             return None
         if refusal := _refuse_place(product):
+            if product.is_convolution and product.scalar(addend) is not None:
+                return None  # an offset
             # Of a larger rank, it may be a residual.
             return NearMiss(node, refusal) if is_gelu or product.rank(addend) in (0, 1) else None
         found = self._addend(product, addend)
@@ -83,7 +85,7 @@ class BiasFusion(Fusion):
             return _behind_matmul(product, addend)
         if product.operator.standard == "Gemm":
             return _behind_gemm(product, addend)
-        return _behind_convolution(product, addend)
+        return per_channel(product, addend)
 
 
 def _refuse_place(product: Product) -> Refusal | None:
@@ -157,11 +159,15 @@ def _behind_gemm(product: Product, addend: str) -> bool | Refusal | None:
     return _refusal("the addend may broadcast the product to a larger shape") if grown else True
 
 
-def _behind_convolution(product: Product, addend: str) -> Array | Refusal | None:
-    """A value for each output channel, behind which only axes of 1 follow."""
+def per_channel(product: Product, addend: str) -> Array | Refusal | None:
+    """The values of a constant behind a convolution that has one for each output channel, behind
+    which only axes of 1 follow; None for numbers, too.
+    """
     array = product.constant(addend)
     rank = product.rank(product.output) or product.rank(product.operand(1))
     weight = product.shapes(product.operand(1))
+    if product.scalar(addend) is not None:
+        return None  # an offset
     if product.rank(addend) in (0, 1):
         return _refusal("the addend is a number or a vector, not one value for each channel")
     if rank is None or weight is None or product.rank(addend) not in (rank - 1, rank):

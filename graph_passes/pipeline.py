@@ -23,6 +23,7 @@ from .fusion import Fusion
 from .gated import GatedFusion
 from .gemm import GemmRule
 from .matmul import MatMulRule
+from .offset import OffsetFusion
 from .operators import OPERATORS
 from .packed_gate import PackedGateFusion
 from .report import Entry, Reason, Refusal
@@ -52,9 +53,10 @@ FUSIONS: tuple[Fusion, ...] = (
     BatchNormalizationFusion(),
     TransposeFusion(),
     FlattenFusion(),
-    # Written out, it may begin with x + 3 or x * 0.2, which could pass for a bias or a scale.
+    # Written out, it may begin with x + 3 or x * 0.2, which could pass for an offset or a scale.
     ActivationFusion(),
     BiasFusion(),
+    OffsetFusion(),
     GatedFusion(),
     PackedGateFusion(),
     ResidualFusion(),

@@ -86,6 +86,7 @@ FUSED = {
     "mm_m0": ["MatMulBias"],
     "mm_add_rank3": ["MatMulBias"],
     "mm_add_second": ["MatMulBias"],
+    "conv_empty_bias": ["Conv"],
     "gemm_id_transpose": ["MatMulBias"],
     "mm_scale_add_gelu": ["ScaledMatMulBiasGelu"],
     "names_dup": ["MatMul", "MatMulRelu"],
@@ -100,7 +101,6 @@ MISSED = {
     "mm_add_second": ["activation: other-readers", "residual: other-readers"],
     "mm_is_output": ["bias: other-readers"],
     "gemm_id_transpose": ["transpose: form-unknown"],
-    "conv_empty_bias": ["residual: shape-unproven"],
     "conv_add_group": ["residual: shape-unproven"],
     "conv_relu_fanout": ["activation: other-readers", "residual: other-readers"],
 }

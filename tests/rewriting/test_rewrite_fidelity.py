@@ -237,6 +237,7 @@ def test_list_of_rules() -> None:
             "QuickGelu, Silu",
         ),
         ("bias", "Add"),
+        ("offset", "Add"),
         ("gated", "Mul"),
         ("packed_gate", "Split, Slice, Mul"),
         ("residual", "Add, Mul"),
