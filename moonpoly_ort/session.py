@@ -81,7 +81,7 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         disable: the rules of the rewrite to leave out, as for `moonpoly_ort.rewrite`.
         shapes: what is to be expected of the inputs, where our kernels run on CUDA. `changing`
             keeps ONNX Runtime's fused attention from making a plan of cuDNN for every new length,
-            which takes it 77 ms in a BERT-base, and products from cuBLASLt; `repeating` lets both,
+            which takes it 50 ms in a BERT-base, and products from cuBLASLt; `repeating` lets both,
             for few shapes that come again and again. The CUDA provider's own `sdpa_kernel` goes
             before it.
 
