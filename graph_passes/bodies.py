@@ -25,6 +25,10 @@ def nodes(operator: Operator, opset: int) -> list[onnx.NodeProto]:
     body = _Body(opset)
     base = BASES[operator.base]
     *operands, vector = base.inputs if base.has_vector else (*base.inputs, "")
+    if base.turned:
+        transpose = onnx.helper.make_node("Transpose", operands[1:], [])
+        transpose.attribute.add(name="perm", ref_attr_name="perm", type=onnx.AttributeProto.INTS)
+        operands[1] = body.append(transpose)
     product = onnx.helper.make_node(base.standard, operands, [])
     for name, kind in () if base.scaled else base.attributes.items():
         product.attribute.add(name=name, ref_attr_name=name, type=kind)

@@ -19,7 +19,15 @@ from .gemm import GemmRule
 from .matmul import MatMulRule
 from .operators import ACTIVATIONS, OPERATORS, Operator, Residual
 from .report import Reason, Refusal
-from .rule import Rule, Scope
+from .rule import (
+    Rule,
+    Scope,
+    refuse_dtype,
+    refuse_inner,
+    refuse_malformed,
+    refuse_opset,
+    refuse_static,
+)
 from .scale import refuse_factor
 from .stand_ins import CONTRIB
 
@@ -32,7 +40,8 @@ class FusedMatMulRule(Rule):
     op_type = "FusedMatMul"
     domain = CONTRIB
     transformation = (
-        "com.microsoft.FusedMatMul(A, B) -> ai.moonpoly.Gemm(A, B), or ScaledMatMul(A, B)"
+        "com.microsoft.FusedMatMul(A, B) -> ai.moonpoly.Gemm(A, B), ScaledMatMul(A, B) or "
+        "MatMulTransposed(A, B)"
     )
 
     def check_original(self, node: onnx.NodeProto, view: ir.Node, scope: Scope) -> Refusal | None:
@@ -47,19 +56,40 @@ class FusedMatMulRule(Rule):
         turned, alpha = _is_turned(attributes), attributes.get("alpha", 1.0)
         if not turned and alpha != 1.0:
             return None if _is_rank_2([view]) else _refuse_scaled(alpha, scope)
+        least = 2
         for name, value in zip("AB", view.inputs if turned else (), strict=False):
             shape = None if value is None else value.shape
             if shape is None:
                 return Refusal(Reason.RANK_UNKNOWN, f"transposed, and {name} has no known rank")
-            if len(shape) != 2:
+            if len(shape) < least or (len(shape) > least and attributes.get("transA")):
                 return Refusal(
                     Reason.RANK_UNSUPPORTED,
-                    f"transposed, and {name} is {shape}; 2 dimensions are supported",
+                    f"transposed, and {name} is {shape}; 2 dimensions are supported, or more where "
+                    "only B is transposed",
                 )
-        return None
+        return None if not turned or _is_rank_2([view]) else _refuse_scaled(alpha, scope)
 
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
+        if node.op_type == "Einsum":  # that of transposed rows
+            return self._check_rows(node, scope)
         return (GemmRule() if node.op_type == "Gemm" else MatMulRule()).check(node, scope)
+
+    def _check_rows(self, node: ir.Node, scope: Scope) -> Refusal | None:
+        if len(node.inputs) != 2 or None in node.inputs:
+            return Refusal(Reason.INVALID, f"{len(node.inputs)} inputs; 2 are legal")
+        a, b = (value.shape for value in node.inputs if value is not None)
+        return (
+            refuse_opset(node, scope)
+            or refuse_malformed(node, scope)
+            or refuse_dtype(node, scope, "MatMul")
+            or (refuse_inner(a[-1], b[-1]) if a is not None and b is not None else None)
+            or refuse_static(node, scope)
+        )
+
+    def refuse_calls(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> Refusal | None:
+        if _is_turned(_given(node)) and not _is_rank_2(views) and len(_ranks_of_b(views)) != 1:
+            return Refusal(Reason.RANK_UNSUPPORTED, "transposed, and the rank of B differs by call")
+        return None
 
     def rewrite(self, node: ir.Node) -> None:
         node.domain = DOMAIN
@@ -68,7 +98,13 @@ class FusedMatMulRule(Rule):
         attributes = _given(node)
         alpha = float(attributes.get("alpha", 1.0))
         del node.attribute[:]
-        if _is_turned(attributes) or (alpha != 1.0 and _is_rank_2(views)):
+        if _is_turned(attributes) and not _is_rank_2(views):
+            (rank,) = _ranks_of_b(views)
+            node.op_type = "MatMulTransposed"
+            perm = [*range(rank - 2), rank - 1, rank - 2]
+            node.attribute.append(onnx.helper.make_attribute("perm", perm))
+            _set(node, {"alpha": alpha})
+        elif _is_turned(attributes) or (alpha != 1.0 and _is_rank_2(views)):
             node.op_type = "Gemm"
             flags = {flag: int(attributes.get(flag, 0)) for flag in ("transA", "transB")}
             _set(node, {**flags, "alpha": alpha, "beta": 1.0})
@@ -182,12 +218,17 @@ def _is_rank_2(views: Sequence[ir.Node]) -> bool:
     return all(shape is not None and len(shape) == 2 for shape in shapes)
 
 
+def _ranks_of_b(views: Sequence[ir.Node]) -> set[int]:
+    shapes = [value.shape for view in views for value in view.inputs[1:2] if value is not None]
+    return {len(shape) for shape in shapes if shape is not None}
+
+
 def _refuse_scaled(alpha: float, scope: Scope) -> Refusal | None:
     least = OPERATORS["ScaledMatMul"].min_opset
     if scope.body_opset is not None and scope.body_opset < least:
         return Refusal(
             Reason.OPSET,
-            f"scaled, which needs ai.onnx version {least} (CastLike); the model imports "
+            f"scaled or transposed: that needs ai.onnx version {least} (CastLike), the model has "
             f"{scope.body_opset}",
         )
     return refuse_factor(alpha)

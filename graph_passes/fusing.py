@@ -45,6 +45,7 @@ class Graph:
         self.producers: dict[str, onnx.NodeProto] = {}
         self._nodes = list(place.body.node)
         self._gone: set[int] = set()
+        self._renamed: set[str] = set()  # values that have no such name any more
         self._constants: dict[int, list[onnx.NodeProto]] = defaultdict(list)
         self._released: list[str] = []
         for node in self._nodes:
@@ -180,7 +181,7 @@ class Graph:
         fused.output[0] = last.output[0]
         for foreign in [a for a in fused.attribute if a.name not in found.operator.attributes]:
             fused.attribute.remove(foreign)
-        for name, value in found.attributes.items():
+        for name, value in {**found.attributes, **found.lists}.items():
             for stale in [a for a in fused.attribute if a.name == name]:
                 fused.attribute.remove(stale)
             fused.attribute.append(onnx.helper.make_attribute(name, value))
@@ -203,6 +204,7 @@ class Graph:
         self._enter(last)
         for node, new in found.changes:
             self._leave(node)
+            self._renamed.update(name for name in node.output if name not in new.output)
             node.CopyFrom(new)
             self._enter(node)
         self._drop_unread(read)
@@ -232,7 +234,7 @@ class Graph:
         """Carries over to the graph what was decided about its nodes."""
         body = self.place.body
         gone = {name for n in self._nodes if id(n) in self._gone for name in n.output if name}
-        gone -= set(self.producers)
+        gone = (gone | self._renamed) - set(self.producers)
         for index in reversed(range(len(self._nodes))):
             node = self._nodes[index]
             if id(node) in self._gone:

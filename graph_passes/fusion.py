@@ -53,6 +53,7 @@ class Fused:
         absorbed: The nodes that go, in the order of the graph; the last one gives the output.
             Empty where nothing behind the product changes.
         attributes: Floats and ints to set on it.
+        lists: Lists of ints to set on it.
         changes: Nodes that stay, and what they become.
         concerns: The node to report where none is absorbed.
     """
@@ -63,6 +64,7 @@ class Fused:
     constants: Mapping[int, NewConstant] = dataclasses.field(default_factory=dict)
     alternating: Mapping[int, tuple[Columns, Columns]] = dataclasses.field(default_factory=dict)
     attributes: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
+    lists: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     changes: Sequence[tuple[onnx.NodeProto, onnx.NodeProto]] = ()
     concerns: onnx.NodeProto | None = None
 
@@ -142,6 +144,10 @@ class Product:
 
     def attribute(self, name: str) -> onnx.AttributeProto | None:
         return next((a for a in self.node.attribute if a.name == name), None)
+
+    def new_name(self, wanted: str) -> str:
+        """A name that nothing has yet."""
+        return self._graph.tree.new_name(wanted)
 
     def readers(self, value: str) -> list[onnx.NodeProto]:
         """The nodes of the same graph that read a value, once for each time."""

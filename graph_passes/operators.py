@@ -9,7 +9,8 @@ activation, or the Mul takes the operand R, the last input, which has the shape 
 
 Two kinds of bases are special. Of a gated one, columns 2 i and 2 i + 1 of the product are the gate
 and the value of output i: MatMulGatedBiasSilu is SwiGLU, with biases. Those to float have 16-bit
-operands, and round to their type all the same.
+operands, and round to their type all the same. MatMulTransposed is A times B with its last two axes
+exchanged, times alpha, as attention multiplies queries and keys.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Base:
             with beta.
         gated: Whether pairs of columns are multiplied, the first one with its activation.
         to_float: Whether the output is fp32, and the operands are not.
+        turned: Whether B is transposed by the attribute perm, which exchanges its last two axes.
     """
 
     standard: str
@@ -96,6 +98,7 @@ class Base:
     scaled: bool = False
     gated: bool = False
     to_float: bool = False
+    turned: bool = False
 
 
 _SCALED: _Attributes = {"alpha": _KIND.FLOAT}
@@ -127,6 +130,9 @@ BASES: Mapping[str, Base] = {
     "MatMulGatedBias": Base("MatMul", ("A", "B", "bias"), {}, has_vector=True, gated=True),
     "MatMulToFloat": Base("MatMul", ("A", "B"), {}, to_float=True),
     "MatMulBiasToFloat": Base("MatMul", ("A", "B", "bias"), {}, has_vector=True, to_float=True),
+    "MatMulTransposed": Base(
+        "MatMul", ("A", "B"), {"perm": _KIND.INTS, **_SCALED}, scaled=True, turned=True
+    ),
     "Gemm": Base("Gemm", ("A", "B", "C"), _GEMM),
     "GemmToFloat": Base("Gemm", ("A", "B", "C"), _GEMM, to_float=True),
     "Conv": Base("Conv", ("X", "W", "B"), _CONV),
@@ -188,7 +194,7 @@ class Operator:
 def _operators() -> Iterator[Operator]:
     for base, kind in BASES.items():
         yield Operator(base)
-        if kind.to_float:
+        if kind.to_float or kind.turned:
             continue
         for activation in ACTIVATIONS:
             yield Operator(base, activation)

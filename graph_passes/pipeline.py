@@ -210,7 +210,7 @@ def _refuse(
     binding = [r for r in refusals if r and r.reason is not Reason.STATIC]
     if binding:
         return binding[0]
-    return None if None in refusals else refusals[0]
+    return rule.refuse_calls(node, views) if None in refusals else refusals[0]
 
 
 def _write_back(views: list[ir.Node], node: onnx.NodeProto, rule: Rule) -> None:

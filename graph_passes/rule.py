@@ -58,6 +58,12 @@ class Rule(abc.ABC):
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
         """The first reason why `node` must stay, or None."""
 
+    def refuse_calls(self, node: onnx.NodeProto, views: Sequence[ir.Node]) -> Refusal | None:
+        """Why the calls of the function around a node cannot have one replacement, each of which
+        could have one.
+        """
+        return None
+
     @abc.abstractmethod
     def rewrite(self, node: ir.Node) -> None:
         """Changes `node` in place; its name, inputs, outputs, doc string and metadata stay."""
@@ -117,21 +123,24 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
     return None
 
 
-def refuse_dtype(node: ir.Node, scope: Scope) -> Refusal | None:
-    """Operands and output of a product have one dtype, so that one known dtype proves the rest."""
+def refuse_dtype(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | None:
+    """Operands and output of a product have one dtype, so that one known dtype proves the rest.
+
+    `op_type`: the operator that must allow it, if it is not the node's own.
+    """
     found = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
     known = sorted(dtype for dtype in found if dtype not in (None, ir.DataType.UNDEFINED))
     if not known:
         return Refusal(Reason.DTYPE_UNKNOWN, "neither an operand nor the output has a known dtype")
     if len(known) > 1:
         return _invalid(f"operands of different dtypes: {', '.join(d.name for d in known)}")
-    schema = onnx.defs.get_schema(node.op_type, scope.opset or MIN_OPSET)
+    schema = onnx.defs.get_schema(op_type or node.op_type, scope.opset or MIN_OPSET)
     legal = schema.type_constraints[0].allowed_type_strs
     if known[0] not in DTYPES or f"tensor({_type_name(known[0])})" not in legal:
         return Refusal(
             Reason.DTYPE_UNSUPPORTED,
             f"dtype {known[0].name}; supported are {', '.join(d.name for d in DTYPES)}, as far as "
-            f"{node.op_type}-{schema.since_version} allows them",
+            f"{schema.name}-{schema.since_version} allows them",
         )
     return None
 

@@ -24,6 +24,7 @@ _SCALED = {
     "MatMulBias": "ScaledMatMulBias",
     "ScaledMatMul": "ScaledMatMul",
     "ScaledMatMulBias": "ScaledMatMulBias",
+    "MatMulTransposed": "MatMulTransposed",
     "Gemm": "Gemm",
 }
 """What a base becomes. Those to float round in front of the factor, and gated ones multiply."""

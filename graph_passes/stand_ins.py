@@ -18,12 +18,18 @@ _TRANSPOSES = ("transA", "transB")
 _BATCH_TRANSPOSES = ("transBatchA", "transBatchB")
 
 
-def replace(node: onnx.NodeProto, own_functions: Collection[str]) -> None:
+_PRODUCT_OF_ROWS = "...mk,...nk->...mn"
+"""A MatMul whose B has its last two axes exchanged, of any ranks from 2 on."""
+_HAS_EINSUM = 12  # the version of ai.onnx
+
+
+def replace(node: onnx.NodeProto, own_functions: Collection[str], opset: int) -> None:
     """Replaces a node in place by one that shape inference knows, if there is one.
 
     Args:
         node: A node of any domain.
         own_functions: Operators of `com.microsoft` that the model defines itself.
+        opset: The version of ai.onnx that its graph imports.
     """
     if node.domain != CONTRIB or node.op_type in own_functions:
         return
@@ -40,6 +46,11 @@ def replace(node: onnx.NodeProto, own_functions: Collection[str]) -> None:
         turned = {a.name for a in node.attribute if a.i or a.ref_attr_name}
         if turned.isdisjoint(_BATCH_TRANSPOSES):
             rank_2 = not turned.isdisjoint(_TRANSPOSES)
+            if turned & set(_TRANSPOSES) == {"transB"} and opset >= _HAS_EINSUM:
+                _become(node, "Einsum", ())
+                equation = onnx.helper.make_attribute("equation", _PRODUCT_OF_ROWS)
+                node.attribute.append(equation)
+                return
             _become(node, "Gemm" if rank_2 else "MatMul", _TRANSPOSES if rank_2 else ())
 
 

@@ -13,7 +13,7 @@ import onnx
 from . import conv_planning, devices, native, packs
 from .errors import ArgumentError, InputError, KernelMissingError, ProblemError
 from .graph_passes.domain import DOMAIN
-from .graph_passes.operators import BASES, OPERATORS, Base, Operator, Residual
+from .graph_passes.operators import BASES, OPERATORS, Operator, Residual
 from .sizing import Shape, Sizes, all_nodes, mark, node_shapes
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def explain(
 def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """Turns our nodes into marked standard ones, in place; copies of the originals, by mark."""
     originals: list[onnx.NodeProto] = []
-    special: dict[str, Base] = {}
+    special: dict[str, onnx.NodeProto] = {}
     bodies = [model.graph.node, *(f.node for f in model.functions if f.domain != DOMAIN)]
     for node in (node for body in bodies for node in all_nodes(body)):
         if node.domain == DOMAIN:
@@ -243,28 +243,38 @@ def _mark_ours(model: onnx.ModelProto) -> list[onnx.NodeProto]:
             mark(node, len(originals))
             node.domain, node.op_type = "", operator.standard
             originals.append(copy)
-            if base.gated or base.to_float:
-                special[node.name] = base
+            if base.gated or base.to_float or base.turned:
+                special[node.name] = copy
     for body in bodies:
-        _give_outputs_of(special, body)
+        _give_shapes_of(special, body)
     kept = [function for function in model.functions if function.domain != DOMAIN]
     del model.functions[:]
     model.functions.extend(kept)
     return originals
 
 
-def _give_outputs_of(special: Mapping[str, Base], body: MutableSequence[onnx.NodeProto]) -> None:
+def _give_shapes_of(
+    special: Mapping[str, onnx.NodeProto], body: MutableSequence[onnx.NodeProto]
+) -> None:
     """Puts nodes behind products, by their names, that give them the shapes and types of the
-    outputs which they had."""
+    outputs which they had; and one in front of those that transpose."""
     for index in reversed(range(len(body))):
         node = body[index]
         for attribute in node.attribute:
             for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-                _give_outputs_of(special, graph.node)
-        base = special.get(node.name)
-        if base is None:
+                _give_shapes_of(special, graph.node)
+        original = special.get(node.name)
+        if original is None:
             continue
+        base = BASES[OPERATORS[original.op_type].base]
         output = node.output[0]
+        if base.turned:
+            (perm,) = (a.ints for a in original.attribute if a.name == "perm")
+            turned = f"{output}/turned"
+            transpose = onnx.helper.make_node("Transpose", [node.input[1]], [turned], perm=perm)
+            node.input[1] = turned
+            body.insert(index, transpose)
+            continue
         node.output[0] = f"{output}/product"
         behind = onnx.helper.make_node(
             "Cast", [node.output[0]], [output], to=onnx.TensorProto.FLOAT
@@ -298,7 +308,9 @@ def _plan(
         return _plan_convolution(base, node, arithmetic, pack, device, weights)
     try:
         if base.op == "MatMul":
-            problem, launches = native.matmul_problem(a, b, *arithmetic)
+            turned = BASES[OPERATORS[node.op_type].base].turned
+            stored = [*b[:-2], b[-1], b[-2]] if turned else b
+            problem, launches = native.matmul_problem(a, stored, *arithmetic, trans_b=turned)
             problem.alpha = attributes.get("alpha", 1.0)
         else:
             launches = 1

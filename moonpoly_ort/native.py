@@ -201,7 +201,7 @@ def _library() -> ctypes.CDLL:
         "mp_launch_conv": (c_int32, [c_void_p, pointer(Conv), pointer(Plan), *[c_void_p] * 8]),
         "mp_matmul_problem": (
             c_int32,
-            [c_int32, c_int32, *[c_int32, shape] * 2, pointer(Problem), shape],
+            [c_int32, c_int32, *[c_int32, shape] * 2, c_int32, pointer(Problem), shape],
         ),
         "mp_gemm_problem": (
             c_int32,
@@ -439,16 +439,22 @@ def _dims(shape: Sequence[int]) -> ctypes.Array[c_int64]:
 
 
 def matmul_problem(
-    a: Sequence[int], b: Sequence[int], dtype: Dtype, precision: Precision = Precision.TF32
+    a: Sequence[int],
+    b: Sequence[int],
+    dtype: Dtype,
+    precision: Precision = Precision.TF32,
+    *,
+    trans_b: bool = False,
 ) -> tuple[Problem, int]:
     """The problem that ONNX MatMul is at the shapes `a` and `b`, and how often it is launched.
 
-    Buffers are taken to start 16-byte aligned. Raises `ProblemError` for shapes that do not fit.
+    `trans_b`: the last two axes of B, whose shape is that as stored, change places first. Buffers
+    are taken to start 16-byte aligned. Raises `ProblemError` for shapes that do not fit.
     """
     problem, launches = Problem(), c_int64()
     _check(
         _library().mp_matmul_problem(
-            dtype, precision, len(a), _dims(a), len(b), _dims(b), ctypes.byref(problem),
+            dtype, precision, len(a), _dims(a), len(b), _dims(b), trans_b, ctypes.byref(problem),
             ctypes.byref(launches),
         )
     )  # fmt: skip

@@ -322,13 +322,13 @@ MP_EXPORT void mp_get_stats(mp_stats* out) {
 
 MP_EXPORT mp_status mp_matmul_problem(int32_t dtype, int32_t precision, int32_t a_rank,
                                       const int64_t* a_dims, int32_t b_rank, const int64_t* b_dims,
-                                      mp_problem* out, int64_t* launches) {
+                                      int32_t trans_b, mp_problem* out, int64_t* launches) {
   return guarded([&] {
     require(out, "out");
     require(launches, "launches");
     moonpoly::Product product;
-    moonpoly::matmul_product(shape_of(a_rank, a_dims), shape_of(b_rank, b_dims), {dtype, precision},
-                             &product);
+    moonpoly::matmul_product(shape_of(a_rank, a_dims), shape_of(b_rank, b_dims), trans_b != 0,
+                             {dtype, precision}, &product);
     moonpoly::set_alignment(&product, nullptr, nullptr, nullptr);
     *out = product.problem;
     *launches = 1;

@@ -119,9 +119,9 @@ void form_product(const mp_conv& c, Element element, Convolution* out) {
     return;
   }
   if (c.groups == 1) {
-    matmul_product(shape({c.k, c.c}), shape({c.n, c.c, pixels}), element, &out->product);
+    matmul_product(shape({c.k, c.c}), shape({c.n, c.c, pixels}), false, element, &out->product);
   } else {
-    matmul_product(shape({c.groups, c.k, c.c}), shape({c.n, c.groups, c.c, pixels}), element,
+    matmul_product(shape({c.groups, c.k, c.c}), shape({c.n, c.groups, c.c, pixels}), false, element,
                    &out->product);
   }
   if (c.bias) add_vector_bias(&out->product, true);

@@ -411,8 +411,9 @@ mp_status mp_plan_problem(const mp_pack* pack, const mp_device* device, const mp
 // The problem that an ONNX node amounts to at given shapes, formed as the custom ops form it (A and B
 // may swap places), for buffers that start 16-byte aligned. `launches`: batch axes beyond two groups
 // are looped over, so often is the problem launched. m, n or batch of 0: there is nothing to launch.
+// trans_b: the last two axes of B, whose shape is the one as stored, change places first.
 mp_status mp_matmul_problem(int32_t dtype, int32_t precision, int32_t a_rank, const int64_t* a_dims,
-                            int32_t b_rank, const int64_t* b_dims, mp_problem* out,
+                            int32_t b_rank, const int64_t* b_dims, int32_t trans_b, mp_problem* out,
                             int64_t* launches);
 // Shapes as stored, before trans_a and trans_b. c_dims may be null.
 mp_status mp_gemm_problem(int32_t dtype, int32_t precision, const int64_t* a_dims,

@@ -51,6 +51,7 @@ std::vector<OpStructure> all_structures() {
                 {OpBase::kMatMulGatedBias, "MatMulGatedBias"},
                 {OpBase::kMatMulToFloat, "MatMulToFloat"},
                 {OpBase::kMatMulBiasToFloat, "MatMulBiasToFloat"},
+                {OpBase::kMatMulTransposed, "MatMulTransposed"},
                 {OpBase::kGemm, "Gemm"},
                 {OpBase::kGemmToFloat, "GemmToFloat"},
                 {OpBase::kConv, "Conv"},
@@ -63,7 +64,7 @@ std::vector<OpStructure> all_structures() {
       all.push_back({base, activation, residual, name_of(name, activation, residual)});
     };
     const OpStructure plain{base, 0, 0, ""};
-    if (plain.wide()) {
+    if (plain.wide() || plain.turned()) {
       add(MP_ACT_NONE, MP_RESIDUAL_NONE);
       continue;
     }
@@ -86,6 +87,7 @@ int OpStructure::base_inputs() const {
     case OpBase::kScaledMatMul:
     case OpBase::kMatMulGated:
     case OpBase::kMatMulToFloat:
+    case OpBase::kMatMulTransposed:
     case OpBase::kConvNoBias:
     case OpBase::kConvTransposeNoBias:
       return 2;

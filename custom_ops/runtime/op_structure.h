@@ -23,6 +23,7 @@ enum class OpBase {
   kMatMulGatedBias,
   kMatMulToFloat,  // of 16-bit types
   kMatMulBiasToFloat,
+  kMatMulTransposed,  // by a B whose last two axes are exchanged, times alpha
   kGemm,
   kGemmToFloat,
   kConv,
@@ -43,6 +44,8 @@ struct OpStructure {
     return base == OpBase::kMatMulToFloat || base == OpBase::kMatMulBiasToFloat ||
            base == OpBase::kGemmToFloat;
   }
+  // Whether B is transposed by the attribute perm.
+  bool turned() const { return base == OpBase::kMatMulTransposed; }
   bool convolves() const { return base >= OpBase::kConv; }
   bool transposed() const { return base >= OpBase::kConvTranspose; }
   bool has_bias() const { return base_inputs() == 3; }
@@ -53,7 +56,7 @@ struct OpStructure {
   }
   // Whether attributes alpha and beta scale the product and the third input.
   bool scales() const {
-    return gemm() || base == OpBase::kScaledMatMul || base == OpBase::kScaledMatMulBias;
+    return gemm() || turned() || base == OpBase::kScaledMatMul || base == OpBase::kScaledMatMulBias;
   }
   // How many inputs come before R, which is the last.
   int base_inputs() const;

@@ -22,6 +22,23 @@
 namespace moonpoly {
 namespace {
 
+// The rank of the B that a node transposes. Throws Error(MP_INVALID) where perm does more than to
+// exchange the last two axes.
+int transposed_rank(const Ort& ort, const OrtKernelInfo* info) {
+  int64_t perm[kMaxRank];
+  const int rank = ort.list_attribute(info, "perm", perm, kMaxRank);
+  bool fits = rank >= 2 && rank <= kMaxRank;
+  for (int i = 0; fits && i < rank; ++i) {
+    const int64_t axis = i < rank - 2 ? i : 2 * rank - 3 - i;
+    fits = perm[i] == axis;
+  }
+  if (!fits) {
+    fail(MP_INVALID, "MatMulTransposed: perm must exchange the last two axes of B, as 0, 1, 3, 2, ",
+         "and nothing else");
+  }
+  return rank;
+}
+
 class Kernel {
  public:
   Kernel(const Op& op, const OrtKernelInfo* info)
@@ -32,6 +49,10 @@ class Kernel {
     if (structure_.gemm()) {
       gemm_.trans_a = ort_.attribute(info, "transA", int64_t{0}) != 0;
       gemm_.trans_b = ort_.attribute(info, "transB", int64_t{0}) != 0;
+    }
+    if (structure_.turned()) {
+      perm_size_ = transposed_rank(ort_, info);
+      gemm_.trans_b = true;
     }
     if (structure_.scales()) {
       gemm_.alpha = ort_.attribute(info, "alpha", 1.0f);
@@ -51,7 +72,11 @@ class Kernel {
     if (structure_.gemm()) {
       gemm_product(a.shape, b.shape, has_c ? &c.shape : nullptr, gemm_, element_, &product);
     } else {
-      matmul_product(a.shape, b.shape, element_, &product);
+      if (structure_.turned() && b.shape.rank != perm_size_) {
+        fail(MP_INVALID, structure_.name, ": perm has ", perm_size_, " axes, and B is ",
+             b.shape.text());
+      }
+      matmul_product(a.shape, b.shape, gemm_.trans_b, element_, &product);
       if (has_c) add_column_bias(structure_.name, c.shape, b.shape, gemm_.beta, &product);
       product.problem.alpha = gemm_.alpha;
     }
@@ -118,6 +143,7 @@ class Kernel {
  private:
   const OpStructure& structure_;
   const Epilogue epilogue_;
+  int perm_size_ = 0;  // the rank of a B that is transposed
 };
 
 // Whether a session's plans on a GPU may use cuBLASLt.

@@ -130,19 +130,23 @@ std::string Shape::text() const {
   return out.str();
 }
 
-void matmul_product(const Shape& a, const Shape& b, Element element, Product* out) {
+void matmul_product(const Shape& a, const Shape& b, bool trans_b, Element element, Product* out) {
+  if (trans_b && b.rank < 2) {
+    fail(MP_INVALID, "MatMul: a transposed B has rank 2 and more, got ", b.text());
+  }
   if (a.rank == 0 || b.rank == 0) {
     fail(MP_INVALID, "MatMul takes operands of rank 1 and more, got A ", a.text(), " and B ",
          b.text());
   }
   const bool a_vector = a.rank == 1, b_vector = b.rank == 1;
-  const int64_t k = a.dims[a.rank - 1], b_k = b_vector ? b.dims[0] : b.dims[b.rank - 2];
+  const int64_t k = a.dims[a.rank - 1];
+  const int64_t b_k = b_vector ? b.dims[0] : b.dims[b.rank - (trans_b ? 1 : 2)];
   if (k != b_k) {
     fail(MP_INVALID, "MatMul: the inner dimensions of A ", a.text(), " and B ", b.text(),
-         " differ: ", k, " and ", b_k);
+         trans_b ? " (transposed)" : "", " differ: ", k, " and ", b_k);
   }
   int64_t m = a_vector ? 1 : a.dims[a.rank - 2];
-  const int64_t n = b_vector ? 1 : b.dims[b.rank - 1];
+  const int64_t n = b_vector ? 1 : b.dims[b.rank - (trans_b ? 2 : 1)];
 
   const int a_axes = std::max(0, a.rank - 2), b_axes = std::max(0, b.rank - 2);
   const int axes = std::max(a_axes, b_axes);
@@ -178,6 +182,10 @@ void matmul_product(const Shape& a, const Shape& b, Element element, Product* ou
     count = 0;
   }
   fill_plain(m, n, k, element, &out->problem);
+  if (trans_b) {
+    out->problem.trans_b = 1;
+    out->problem.ldb = k;
+  }
   bool any_zero = false;
   for (int i = 0; i < count; ++i) any_zero |= groups[i].size == 0;
   if (any_zero) {

@@ -45,9 +45,9 @@ struct GemmAttributes {
   float alpha = 1, beta = 1;
 };
 
-// numpy.matmul's rules: 1-D operands, broadcast batch axes. Throws Error(MP_INVALID) naming both
-// shapes.
-void matmul_product(const Shape& a, const Shape& b, Element element, Product* out);
+// numpy.matmul's rules: 1-D operands, broadcast batch axes; `trans_b`: the last two axes of B
+// change places first. Throws Error(MP_INVALID) naming both shapes.
+void matmul_product(const Shape& a, const Shape& b, bool trans_b, Element element, Product* out);
 
 // `c` may be null. Throws Error(MP_INVALID) naming the shapes.
 void gemm_product(const Shape& a, const Shape& b, const Shape* c, const GemmAttributes& attributes,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ort.h"
@@ -74,7 +75,12 @@ OrtStatus* infer_matmul_shape(const Ort& ort, OrtShapeInferContext* context,
                               const OpStructure& structure) {
   return guarded(ort.api(), [&] {
     const auto* a = input_info(ort, context, 0);
-    auto out = matmul_dims(input_dims(ort, a), input_dims(ort, input_info(ort, context, 1)));
+    Dims b = input_dims(ort, input_info(ort, context, 1));
+    if (structure.turned()) {
+      if (b.size() < 2) return;
+      std::swap(b[b.size() - 1], b[b.size() - 2]);
+    }
+    auto out = matmul_dims(input_dims(ort, a), b);
     OnnxType type = ONNX_UNDEFINED;
     ort(ort->GetTensorElementType(a, &type));
     if (!out || type == ONNX_UNDEFINED) return;

@@ -18,7 +18,7 @@ from onnx import GraphProto, ModelProto
 from ..errors import InputError
 from ..explaining import DTYPES
 from ..graph_passes.domain import DOMAIN
-from ..graph_passes.operators import OPERATORS
+from ..graph_passes.operators import BASES, OPERATORS
 from ..rewriting import rewrite
 from ..sizing import all_nodes
 from .conv_shapes import TRIPLE, Layer
@@ -57,7 +57,11 @@ def weights(model: str | os.PathLike[str] | ModelProto, ieee: bool = False) -> W
         if op in ("Conv", "ConvTranspose"):
             layers[_layer(number, op == "ConvTranspose", dims, attributes)] = None
         elif len(dims) == 2:
-            trans_a, trans_b = bool(attributes.get("transA", 0)), bool(attributes.get("transB", 0))
+            turned = BASES[OPERATORS[node.op_type].base].turned
+            trans_a, trans_b = (
+                bool(attributes.get("transA")),
+                turned or bool(attributes.get("transB")),
+            )
             k, n = dims[::-1] if trans_b else dims
             matrices[number, "nt"[trans_a] + "nt"[trans_b], n, k] = None
     if not (matrices or layers):

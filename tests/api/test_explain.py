@@ -327,3 +327,23 @@ def test_gated_products_and_results_in_fp32(rewritten: bool, planned: list[nativ
     gated, wide = planned[0], planned[-1]
     assert (gated.gated, gated.ldc, gated.activation) == (1, 96, native.Activation.SILU)
     assert (wide.wide, wide.gated, wide.ldc) == (1, 0, 40)
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_a_product_of_rows(rewritten: bool, planned: list[native.Problem]) -> None:
+    """Keys whose last two axes are exchanged are multiplied as they are stored."""
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        scores (float16[b, 12, s, 64] q, float16[b, 12, t, 64] k) => (float16[b, 12, s, t] y)
+        {
+            u = Transpose <perm = [0, 1, 3, 2]> (k)
+            w = MatMul (q, u)
+            y = Softmax <axis = -1> (w)
+        }
+    """)
+    if rewritten:
+        model = moonpoly_ort.rewrite(model).model
+        assert [node.op_type for node in model.graph.node] == ["MatMulTransposed", "Softmax"]
+    (plan,) = explain(model, {"b": 2, "s": 37, "t": 41}, gpu="H200")
+    assert (plan.m, plan.n, plan.k, plan.batch, plan.why_not) == (37, 41, 64, 24, "")
+    assert (planned[-1].trans_b, planned[-1].ldb, planned[-1].align_b) == (1, 64, 16)

@@ -30,7 +30,7 @@ TAKEN: Mapping[str, Mapping[str, int]] = {
 }
 
 _BERT = {
-    "MatMul": 2, "ScaledMatMul": 2, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2,
+    "MatMul": 2, "MatMulTransposed": 2, "MatMulBias": 6, "MatMulBiasAdd": 4, "MatMulBiasGelu": 2,
     "GemmTanh": 1,
 }  # fmt: skip
 
@@ -45,11 +45,11 @@ FUSED: Mapping[str, Mapping[str, int]] = {
     },
     "llama_op23": {"MatMul": 7, "MatMulAdd": 4, "MatMulGatedSilu": 2},
     "modernbert_op18": {
-        "MatMul": 4, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulGatedGelu": 2,
+        "MatMul": 4, "MatMulTransposed": 2, "MatMulAdd": 4, "MatMulGatedGelu": 2,
     },
     "phi3_op21": {"MatMul": 5, "ScaledMatMul": 2, "MatMulAdd": 4, "MatMulGatedSilu": 2},
     "gpt2_op22": {
-        "MatMul": 5, "ScaledMatMul": 2, "MatMulGeluTanh": 2, "MatMulAdd": 2, "Gemm": 2,
+        "MatMul": 5, "MatMulTransposed": 2, "MatMulGeluTanh": 2, "MatMulAdd": 2, "Gemm": 2,
     },
 }  # fmt: skip
 """The operators of the nodes that the fusing rules make. A new GPT-2 has biases of 0, left out."""

@@ -92,10 +92,7 @@ def test_attention_in_half_precision() -> None:
     )
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(0.5, np.float16), "r"))
     feeds = {"q": random(2, 4, 3, 8, dtype=np.float16), "k": random(2, 4, 5, 8, dtype=np.float16)}
-    missed = ["transpose: rank-unsupported"]
-    result = check_fused(
-        model, feeds, ops=["Transpose", "ScaledMatMul"], missed=missed, tolerance=2e-3
-    )
+    result = check_fused(model, feeds, ops=["MatMulTransposed"], tolerance=2e-3)
     assert factors(result) == [0.25]
 
 

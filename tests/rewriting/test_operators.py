@@ -53,7 +53,13 @@ EXACT: dict[str, Callable[[Array, float, float], Array]] = {
 def operands(operator: Operator) -> dict[str, Array]:
     """Small ones for each input, a product of 3 x 5 in the middle."""
     columns = 10 if BASES[operator.base].gated else 5
-    shapes = {"A": (3, 4), "B": (4, columns), "bias": (columns,), "C": (5,), "R": (3, 5)}
+    shapes = {
+        "A": (3, 4),
+        "B": (5, 4) if BASES[operator.base].turned else (4, columns),
+        "bias": (columns,),
+        "C": (5,),
+        "R": (3, 5),
+    }
     if operator.standard.startswith("Conv"):
         channels = (4, 6) if operator.standard == "ConvTranspose" else (6, 4)
         shapes = {"X": (2, 4, 3), "W": (*channels, 1), "B": (6,), "R": (2, 6, 3)}
@@ -62,6 +68,8 @@ def operands(operator: Operator) -> dict[str, Array]:
 
 def product(operator: Operator, given: dict[str, Array]) -> Array:
     wide = {name: array.astype(np.float64) for name, array in given.items()}
+    if BASES[operator.base].turned:
+        return 0.5 * wide["A"] @ wide["B"].T
     if BASES[operator.base].scaled:
         return 0.5 * wide["A"] @ wide["B"] + 2.0 * wide.get("bias", 0)
     if operator.standard == "MatMul":
@@ -94,8 +102,16 @@ def expected(operator: Operator, given: dict[str, Array]) -> Array:
 def model_of(
     operator: Operator, opset: int, dtype: int = onnx.TensorProto.FLOAT
 ) -> onnx.ModelProto:
-    attributes = {name: PARAMETERS[name] for name in operator.attributes if name in PARAMETERS}
-    numbers = {"alpha": 0.5, "beta": 2.0, "transA": 0, "transB": 0}
+    attributes: dict[str, object] = {
+        name: PARAMETERS[name] for name in operator.attributes if name in PARAMETERS
+    }
+    numbers: dict[str, object] = {
+        "alpha": 0.5,
+        "beta": 2.0,
+        "transA": 0,
+        "transB": 0,
+        "perm": [1, 0],
+    }
     attributes |= {name: value for name, value in numbers.items() if name in operator.attributes}
     node = onnx.helper.make_node(
         operator.name, operator.inputs, ["Y"], domain=domain.DOMAIN, **attributes

@@ -27,6 +27,9 @@ MATMUL = "g (float[{}] a, float[{}] b) => (y) {{ y = com.microsoft.FusedMatMul {
         (("k", "k, 5"), "<alpha = 0.25>", "ScaledMatMul"),
         (("s, k", "5, k"), "<transB = 1>", "Gemm"),
         (("k, s", "5, k"), "<transA = 1, transB = 1, alpha = 2.0>", "Gemm"),
+        (("p, s, k", "5, k"), "<transB = 1>", "MatMulTransposed"),
+        (("p, s, k", "p, 5, k"), "<transB = 1, alpha = 0.5>", "MatMulTransposed"),
+        (("s, k", "p, 2, 5, k"), "<transB = 1>", "MatMulTransposed"),
     ],
 )
 def test_matmul(shapes: tuple[str, str], given: str, op: str) -> None:
@@ -40,6 +43,7 @@ def test_matmul(shapes: tuple[str, str], given: str, op: str) -> None:
     assert [(e.op_type, e.rule) for e in result.report] == [("FusedMatMul", "fused_matmul")]
     names = sorted(attribute.name for attribute in result.model.graph.node[0].attribute)
     wanted = {"Gemm": ["alpha", "beta", "transA", "transB"], "ScaledMatMul": ["alpha"]}
+    wanted["MatMulTransposed"] = ["alpha", "perm"]
     assert names == wanted.get(op, [])
 
 
@@ -47,7 +51,11 @@ def test_matmul(shapes: tuple[str, str], given: str, op: str) -> None:
     ("shapes", "given", "reason"),
     [
         (("p, s, k", "k, 5"), "<alpha = 0.0>", "inexact"),
-        (("p, s, k", "p, t, k"), "<transB = 1>", "rank-unsupported"),
+        (("p, k, s", "p, t, k"), "<transA = 1, transB = 1>", "rank-unsupported"),
+        (("k", "t, k"), "<transB = 1>", "rank-unsupported"),
+        (("p, s, k", "p, t, k"), "<transB = 1, alpha = 0.0>", "inexact"),
+        (("p, s, 3", "p, t, 4"), "<transB = 1>", "invalid"),
+        (("2, 3, 4", "2, 5, 4"), "<transB = 1>", "static"),
         (("s, p, k", "p, k, t"), "<transBatchA = 1>", "rank-unsupported"),
         (("s, 3", "4, 5"), "", "invalid"),
         (("2, 4", "4, 5"), "", "static"),
@@ -92,6 +100,32 @@ def test_one_function_for_matrices_and_for_batches() -> None:
     result = check_fused(model, feeds, ops=["f.Scores", "f.Scores"])
     scores = next(f for f in result.model.functions if f.name == "Scores")
     assert [node.op_type for node in scores.node] == ["ScaledMatMul"]
+
+
+@pytest.mark.parametrize(("more", "ops"), [("p, ", "MatMulTransposed"), ("p, q, ", "FusedMatMul")])
+def test_a_function_whose_calls_transpose_operands_of_some_ranks(more: str, ops: str) -> None:
+    model = parse(
+        f"""g (float[p, s, 4] a, float[p, t, 4] b, float[p, s, 4] c, float[{more}t, 4] d) => (y, z)
+            {{ y = f.Scores (a, b)  z = f.Scores (c, d) }}""",
+        imports=CONTRIB + ', "f" : 1',
+        functions="""<domain: "f", opset_import: ["" : 17, "com.microsoft" : 1]>
+            Scores (a, b) => (y) { y = com.microsoft.FusedMatMul <transB = 1> (a, b) }""",
+    )
+    result = check_fused(model, ops=["f.Scores", "f.Scores"])
+    scores = next(f for f in result.model.functions if f.name == "Scores")
+    assert [node.op_type for node in scores.node] == [ops]
+
+
+def test_attention_as_onnxruntime_fuses_it() -> None:
+    """What follows the transposed product is known, too."""
+    model = parse(
+        """g (float[b, n, s, 8] q, float[b, n, t, 8] k, float[b, n, t, 8] v) => (y) {
+            w = com.microsoft.FusedMatMul <transB = 1, alpha = 0.125> (q, k)
+            p = Softmax <axis = -1> (w)  y = MatMul (p, v) }""",
+        imports=CONTRIB,
+    )
+    feeds = {"q": random(2, 3, 5, 8), "k": random(2, 3, 7, 8), "v": random(2, 3, 7, 8)}
+    check_fused(model, feeds, ops=["MatMulTransposed", "Softmax", "MatMul"])
 
 
 GEMM = """g (float[s, k] a, float[k, 5] b, float[5] c) => (float[s, 5] y)

@@ -438,3 +438,16 @@ def test_a_models_weights_are_found_in_subgraphs_and_constants() -> None:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     assert sorted(weights.weights(model).matrices) == [("f32", "nn", 16, 8), ("f32", "nn", 24, 8)]
     assert {number for number, *_ in weights.weights(model, ieee=True).matrices} == {"f32ieee"}
+
+
+def test_a_matrix_that_is_transposed_is_one_of_rows() -> None:
+    """Tied weights, with more axes than a Gemm takes."""
+    from onnx import numpy_helper, parser
+
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[b, s, 8] x) => (y) { t = Transpose (w)  y = MatMul (x, t) }
+    """)
+    matrix = np.zeros((24, 8), np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(matrix, "w"))
+    assert weights.weights(model).matrices == (("f32", "nt", 24, 8),)
