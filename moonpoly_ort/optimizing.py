@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import onnx
-from onnx import ValueInfoProto
+from onnx import GraphProto, ValueInfoProto
 
 from . import dependencies
 from .errors import ArgumentError, MoonPolyError, OptimizerError
@@ -119,7 +119,7 @@ def _run(source: Source, how: str, disable: Collection[str]) -> Source:
     if suffix:
         attention_passes.apply(model, _PASSES[suffix], disable)
     _declare(model)
-    _forget_inferred(source.light.graph.output, model.graph.output)
+    _forget_inferred(source.light.graph, model.graph.output)
     after = _interface(model)
     if after != before:
         was = [value for value in before if value not in after]
@@ -157,8 +157,8 @@ def _with_onnxruntime(source: Source, how: str, suffix: str, model_type: str) ->
         said = f"does not know the model type {wanted!r}" if wanted else "needs a model type"
         raise ArgumentError(
             f"optimize={how!r}: ONNX Runtime's optimizer {said}"
-            + ("" if wanted else ", and none can be told from the model's metadata")
-            + f". Say 'ort:TYPE' with one of {', '.join(known)}."
+            + ("" if wanted else ", and the model's metadata name none that it knows")
+            + f". Say 'ort{suffix}:TYPE' with one of {', '.join(known)}."
         )
     options = options_module.FusionOptions(wanted)
     # A mask as one length a row, its default for BERT, holds only for padding on the right.
@@ -206,12 +206,26 @@ def _declare(model: onnx.ModelProto) -> None:
         model.opset_import.add(domain=MICROSOFT, version=1)
 
 
-def _forget_inferred(given: Sequence[ValueInfoProto], made: Sequence[ValueInfoProto]) -> None:
-    """Outputs whose shape was not declared stay so; onnxscript writes down what it infers."""
-    for old, new in zip(given, made, strict=False):
-        both = old.name == new.name and old.type.HasField("tensor_type")
-        if both and not old.type.tensor_type.HasField("shape"):
+def _forget_inferred(given: GraphProto, made: Sequence[ValueInfoProto]) -> None:
+    """Outputs keep what was declared of them, whatever the optimizer infers and writes down.
+
+    That is no shape at all, or names that no input has, which torch's TorchScript exporter makes
+    up for dimensions that it takes to be unknown. A name that an input has means its size: one
+    that became a number stays, and the model is refused.
+    """
+    known = {dim.dim_param for value in given.input for dim in value.type.tensor_type.shape.dim}
+    for old, new in zip(given.output, made, strict=False):
+        if old.name != new.name or not old.type.HasField("tensor_type"):
+            continue
+        if not old.type.tensor_type.HasField("shape"):
             new.type.tensor_type.ClearField("shape")
+            continue
+        before, after = (value.type.tensor_type.shape.dim for value in (old, new))
+        if len(before) != len(after):
+            continue
+        for was, now in zip(before, after, strict=True):
+            if was.dim_param not in known:
+                now.CopyFrom(was)
 
 
 def _fused(model: onnx.ModelProto) -> Counter[str]:
@@ -230,7 +244,9 @@ def _refuse_invalid(model: onnx.ModelProto, how: str) -> None:
     """Has ONNX Runtime check the graph; operators without a CPU kernel (fp16) are no fault.
 
     onnxscript 0.7.2, for one, puts a MultiHeadAttention of rank 3 in front of the rank-2 Gemm of
-    a GPT-2; neither `onnx.checker` nor onnx's strict shape inference sees it.
+    a GPT-2; neither `onnx.checker` nor onnx's strict shape inference sees it. Nor does ONNX Runtime
+    where the optimizer left the shape that the value had before: it merges the two and goes on,
+    and then cannot run the node. So shapes that are written down are left out of what it checks.
     """
     ort: Any = dependencies.load("onnxruntime", f"optimize={how!r}")
     options = ort.SessionOptions()
@@ -249,7 +265,8 @@ def _refuse_invalid(model: onnx.ModelProto, how: str) -> None:
 
 
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose large weights are inputs, so that nothing of their size is read or copied."""
+    """A copy for checking: its large weights are inputs, so that nothing of their size is read or
+    copied, and shapes of values between nodes are left to be inferred."""
     light = onnx.ModelProto()
     graph = model.graph
     small = [t for t in graph.initializer if not _is_large(t)]
@@ -261,7 +278,6 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     light.graph.node.extend(graph.node)
     light.graph.initializer.extend(small)
     light.graph.output.extend(graph.output)
-    light.graph.value_info.extend(graph.value_info)
     large = {t.name: t for t in graph.initializer if _is_large(t)}
     light.graph.input.extend(value for value in graph.input if value.name not in large)
     light.graph.input.extend(
