@@ -155,11 +155,12 @@ class EditedGraph:
         return name
 
     def add_constant(self, values: Array, stem: str) -> str:
-        """A new initializer of the graph; returns its name."""
+        """A new initializer of the graph, dropped in the end if nothing reads it; returns its name."""
         name = self.new_name(stem)
         tensor = numpy_helper.from_array(values, name)
         self._graph.initializer.append(tensor)
         self.initializers[name] = self._graph.initializer[-1]
+        self._released.append(name)  # else ONNX Runtime warns of it in every session
         return name
 
     def insert(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from equivalence import parse
 from moonpoly_ort.graph_passes.edited_graph import EditedGraph
 from onnx import TensorProto
@@ -23,6 +24,16 @@ def test_an_output_of_another_name() -> None:
     graph.insert_for(split, "Neg", ["c"], ["b"], behind=True)
     graph.finish()
     assert [list(node.output) for node in proto.graph.node] == [["a", "c"], ["b"], ["y"]]
+
+
+def test_constants_that_nothing_came_to_read_are_dropped() -> None:
+    proto = parse(TEXT, opset=18)
+    graph = EditedGraph(proto)
+    used, _ = (graph.add_constant(np.ones(2, np.float32), stem) for stem in ("used", "unused"))
+    graph.rewire(graph.nodes[1], ["a", used])
+    graph.finish()
+    assert [tensor.name for tensor in proto.graph.initializer] == ["used"]
+    assert list(proto.graph.node[1].input) == ["a", "used"]
 
 
 def test_what_is_recorded_twice() -> None:
