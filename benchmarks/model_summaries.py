@@ -108,7 +108,8 @@ def _stream(figures: _Figures, name: str) -> dict[str, Any] | None:
             found[side]["again_ms"] = figures.again[name][contender]
     defaults = {name: total for name, total in totals.items() if " " not in name}
     if plain_best := _best(defaults, "ort"):
-        found["ort_defaults"] = {"name": plain_best, "ms": totals[plain_best][0]}
+        value, note = totals[plain_best]
+        found["ort_defaults"] = {"name": plain_best, "ms": value, "note": note}
     informing = [name for name in totals if contender_names.is_for_information(name)]
     if informing:
         best = min(informing, key=lambda name: totals[name][0])
