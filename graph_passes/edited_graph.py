@@ -155,7 +155,7 @@ class EditedGraph:
         return name
 
     def add_constant(self, values: Array, stem: str) -> str:
-        """A new initializer of the graph, dropped in the end if nothing reads it; returns its name."""
+        """A new initializer, dropped in the end if nothing reads it; returns its name."""
         name = self.new_name(stem)
         tensor = numpy_helper.from_array(values, name)
         self._graph.initializer.append(tensor)

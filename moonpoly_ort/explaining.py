@@ -203,7 +203,7 @@ def explain(
         dtype = DTYPES.get(sizes.elements.get(index, 0), "")
         base = NodePlan(name, OPERATORS[original.op_type].standard, dtype, (), 0)
         if not dtype:
-            plans.append(replace(base, why_not="its element type is not known without running it"))
+            plans.append(replace(base, why_not="its element type is not known: no weight tells it"))
             continue
         if index in sizes.why:
             plans.append(replace(base, why_not=sizes.why[index]))

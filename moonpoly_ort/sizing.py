@@ -29,6 +29,8 @@ Shape = tuple[int, ...]
 Sizes = Mapping[str, "int | Sequence[int] | np.ndarray[Any, Any]"]
 
 _LARGEST = 2**63 - 1  # that a dimension of a model can hold
+_FLOAT = onnx.TensorProto.FLOAT
+_HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 _MARK = re.compile(r"moonpoly_node_(\d+)_end")
 
 
@@ -176,12 +178,14 @@ class _Value:
 
 @dataclass
 class NodeShapes:
-    """Shapes of the inputs of marked nodes, by mark; a missing optional input has shape None."""
+    """Shapes of the inputs of marked nodes, by mark; a missing optional input has shape None. All
+    inputs of such a node are of one element type.
+    """
 
     found: dict[int, Counter[tuple[Shape | None, ...]]] = field(
         default_factory=dict
     )  # and how often
-    elements: dict[int, int] = field(default_factory=dict)  # ONNX element type of the first input
+    elements: dict[int, int] = field(default_factory=dict)  # ONNX element type; 0: unknown
     why: dict[int, str] = field(default_factory=dict)  # the reason for those that stay unknown
     operands: dict[int, list[_Value | None]] = field(default_factory=dict)
 
@@ -250,7 +254,7 @@ def _read_inference(graph: GraphProto, outer: dict[str, _Value], result: NodeSha
             continue
         operands = [scope.get(name, _Value()) if name else None for name in node.input]
         result.operands[index] = operands
-        result.elements[index] = operands[0].element if operands[0] else 0
+        result.elements[index] = next((v.element for v in operands if v and v.element), 0)
         if all(value is None or value.shape is not None for value in operands):
             shapes = tuple(value.shape if value else None for value in operands)
             result.found.setdefault(index, Counter())[shapes] += 1
@@ -272,6 +276,8 @@ def _read_run(
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 3
+        # Packed weights are gone when the profiler looks for the shapes of a node's inputs.
+        options.add_session_config_entry("session.disable_prepacking", "1")
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(scratch) / "run")
         if folder is not None:
@@ -288,6 +294,9 @@ def _read_run(
             why = f"its shapes depend on values, and the model does not run here: {error}"
             result.why = dict.fromkeys(result.why, why)
             return
+    # The CPU provider computes nodes of 16-bit types in fp32, and the profiler says so of them.
+    given = (info.type.tensor_type.elem_type for info in flat.graph.input)
+    only_fp32 = not {*given, *(t.data_type for t in flat.graph.initializer)}.intersection(_HALVES)
     ran: dict[int, Counter[tuple[Shape | None, ...]]] = {}
     for event in events:
         index = _marked(event["name"])
@@ -300,8 +309,10 @@ def _read_run(
             result.why[index] = (
                 f"the shapes {recorded} that its run recorded are not all its inputs"
             )
-        else:
-            ran.setdefault(index, Counter())[shapes] += 1
+            continue
+        ran.setdefault(index, Counter())[shapes] += 1
+        if only_fp32 and not result.elements[index] and "float" in entries[0]:
+            result.elements[index] = _FLOAT
     for index, counts in ran.items():
         result.found[index] = counts
         del result.why[index]
