@@ -163,6 +163,7 @@ def explain(
     precision: str = "tf32",
     pack: str | os.PathLike[str] | None = None,
     node: str | None = None,
+    optimize: str | None = None,
 ) -> Explanation:
     """Plans every node that MoonPoly takes of a model, at given sizes. Needs no GPU.
 
@@ -175,6 +176,7 @@ def explain(
         pack: a kernel pack; by default the one for the GPU if it is found, else the catalog, in
             which nothing is compiled and the kernels' resources are estimates.
         node: plan only the node of this name (or with this first output).
+        optimize: a graph optimizer to run first, as for `rewrite`.
 
     Raises:
         ModelError: the model cannot be read. InputError: sizes that do not fit it, or no such node.
@@ -184,7 +186,7 @@ def explain(
         raise ArgumentError(f"precision = {precision!r}; accepted: 'tf32', 'ieee'")
     from .rewriting import rewrite
 
-    rewritten = rewrite(model)
+    rewritten = rewrite(model, optimize=optimize)
     marked = rewritten.model
     nodes = _mark_ours(marked)
     if node is not None and node not in (names := [n.name or n.output[0] for n in nodes]):

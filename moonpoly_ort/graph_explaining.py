@@ -93,6 +93,7 @@ def explain_graph(
     static: bool = False,
     rules: Iterable[str] | None = None,
     disable: Iterable[str] = (),
+    optimize: str | None = None,
 ) -> GraphExplanation:
     """Says what `rewrite` does to a model's graph, which stays as it is.
 
@@ -101,12 +102,13 @@ def explain_graph(
         static: As for `rewrite`.
         rules: As for `rewrite`.
         disable: As for `rewrite`.
+        optimize: As for `rewrite`; `before` is the graph in front of it.
 
     Raises:
-        ModelError, ProblemError, TypeError: As `rewrite` does.
+        ModelError, ProblemError, OptimizerError, TypeError: As `rewrite` does.
     """
     original = rewrite(model, rules=())
-    result = rewrite(model, static=static, rules=rules, disable=disable)
+    result = rewrite(model, static=static, rules=rules, disable=disable, optimize=optimize)
     absorbed: dict[tuple[str, str], list[Entry]] = {}
     for entry in result.taken:
         if entry.into:

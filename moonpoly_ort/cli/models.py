@@ -34,6 +34,15 @@ Disabled = Annotated[
     list[str] | None,
     typer.Option(metavar="RULE", help="Leave this rule, or pass of --optimize, out. Repeatable."),
 ]
+Optimize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        help="Run a graph optimizer first: auto, onnxscript, ort or ort:TYPE (ort:bert); with "
+        "-lean, -mha or -packed behind the library's name, passes over attention too. The "
+        "result needs ONNX Runtime.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -56,15 +65,7 @@ def rewrite(
     ] = False,
     rules: Rules = None,
     disable: Disabled = None,
-    optimize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW",
-            help="Run a graph optimizer first: auto, onnxscript, ort or ort:TYPE (ort:bert); with "
-            "-lean, -mha or -packed behind the library's name, passes over attention too. The "
-            "result needs ONNX Runtime.",
-        ),
-    ] = None,
+    optimize: Optimize = None,
     list_rules: Annotated[
         bool,
         typer.Option("--list-rules", is_eager=True, callback=_list_rules, help="List the rules."),
@@ -166,6 +167,7 @@ def run(
     shapes: Annotated[
         str, typer.Option(help="changing or repeating: what the session is set for.")
     ] = "changing",
+    optimize: Optimize = None,
     repeat: Annotated[int, typer.Option(min=0, help="Run so many times more and time it.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -185,6 +187,7 @@ def run(
         precision=precision,
         pack=pack,
         shapes=shapes,
+        optimize=optimize,
     )
     names = [output.name for output in session.get_outputs()]
     try:
@@ -326,6 +329,7 @@ def explain(
     ] = False,
     rules: Rules = None,
     disable: Disabled = None,
+    optimize: Optimize = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the kernels chosen for every node at given sizes, or the rewritten graph. No GPU."""
@@ -335,7 +339,9 @@ def explain(
         from ..graph_explaining import explain_graph
 
         _refuse_unknown_rules(rules, disable)
-        explained = explain_graph(model, rules=rules or None, disable=disable or ())
+        explained = explain_graph(
+            model, rules=rules or None, disable=disable or (), optimize=optimize
+        )
         if as_json:
             print_json(explained.as_dict())
         else:
@@ -346,7 +352,9 @@ def explain(
     from ..explaining import explain as explain_model
 
     sizes = _load_inputs(inputs, dim) if inputs else parse_dims(dim or ())
-    plans = explain_model(model, sizes, gpu=gpu, precision=precision, pack=pack, node=node)
+    plans = explain_model(
+        model, sizes, gpu=gpu, precision=precision, pack=pack, node=node, optimize=optimize
+    )
     if as_json:
         print_json(plans.as_dict())
     else:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
-from onnx import parser
+from onnx import numpy_helper, parser
 from typer.testing import CliRunner
 
 import moonpoly_ort
@@ -100,3 +102,39 @@ def test_plans_of_a_scaled_product_are_those_of_the_product(tmp_path: Path) -> N
     ]
     assert plans[0] == plans[1]
     assert [(plan.m, plan.n, plan.k) for plan in plans[1]] == [(5, 4, 8)]
+
+
+def test_behind_a_graph_optimizer(tmp_path: Path) -> None:
+    """`explain --optimize`, of the graph and of plans, and `run --optimize`."""
+    pytest.importorskip("onnxscript.rewriter.ort_fusions")
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 18]>
+        g (float[b, s, 8] x, float[b, s, 8] r) => (float[b, s, 4] y)
+        <float[8] c = {1, 2, 3, 4, 5, 6, 7, 8}, float[8] d = {1, 2, 3, 4, 5, 6, 7, 8}>
+        {   t = Add (x, r)
+            u = LayerNormalization <axis = -1> (t, c, d)
+            [product] y = MatMul (u, w) }"""
+    )
+    weight = np.arange(32, dtype=np.float32).reshape(8, 4)
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    path = str(tmp_path / "model.onnx")
+    onnx.save(model, path)
+    words = ["--optimize", "onnxscript"]
+
+    def said(*arguments: str) -> dict[str, Any]:
+        result = CliRunner().invoke(app, [*arguments, *words, "--json"])
+        assert result.exit_code == 0, result.output
+        data: dict[str, Any] = json.loads(result.stdout)
+        return data
+
+    graph = said("explain", path, "--graph")
+    assert graph["before"] == {"Add": 1, "LayerNormalization": 1, "MatMul": 1}
+    skip, product = "com.microsoft.SkipLayerNormalization", "ai.moonpoly.MatMul"
+    assert graph["after"] == {skip: 1, product: 1}
+    sizes = ["--dim", "b=2", "--dim", "s=5"]
+    (plan,) = said("explain", path, *sizes, "--gpu", "H200")["plans"]
+    assert (plan["name"], plan["dtype"], plan["m"]) == ("product", "f32", 10)
+    assert said("run", path, *sizes)["outputs"] == {"y": [2, 5, 4]}
+    for arguments in (["explain", path, "--graph"], ["explain", path], ["run", path, *sizes]):
+        wrong = CliRunner().invoke(app, [*arguments, "--optimize", "mha"])
+        assert (wrong.exit_code, "'onnxscript'" in wrong.output) == (2, True)
