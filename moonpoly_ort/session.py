@@ -113,6 +113,11 @@ class InferenceSession(GraphRuns, ort.InferenceSession):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         _refuse_misspelt(kwargs)
+        if not isinstance(path_or_bytes, str | bytes | os.PathLike):
+            raise TypeError(
+                f"model is a {type(path_or_bytes).__name__}; a session takes a path or bytes "
+                "(SerializeToString() of an onnx.ModelProto)"
+            )
         graphs = GraphLimits.of(cuda_graphs)
         optimizing.check(optimize)
         registering.check_choice("shapes", shapes, ("changing", "repeating"))

@@ -226,6 +226,11 @@ def test_a_wrong_choice_names_the_accepted_ones(model: Path, wrong: dict[str, st
         register(ort.SessionOptions(), **wrong)
 
 
+def test_a_model_in_memory_comes_as_bytes(model: Path) -> None:
+    with pytest.raises(TypeError, match=r"is a ModelProto; .*SerializeToString"):
+        InferenceSession(onnx.load(model), providers=CPU)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "meant"), [("cuda_graph", "cuda_graphs"), ("optimise", "optimize")]
 )
