@@ -105,5 +105,6 @@ PRODUCTS = [
         for name, _, _ in AFTER_PRODUCTS
     ),
     *(base + name for base in ("MatMulGated", "MatMulGatedBias") for name, _ in GATES),
+    "MatMulTransposed",
     *TO_FLOAT,
 ]
