@@ -78,10 +78,11 @@ class FusedMatMulRule(Rule):
         if len(node.inputs) != 2 or None in node.inputs:
             return Refusal(Reason.INVALID, f"{len(node.inputs)} inputs; 2 are legal")
         a, b = (value.shape for value in node.inputs if value is not None)
+        product = "Gemm" if _is_rank_2([node]) else "MatMul"
         return (
-            refuse_opset(node, scope)
+            refuse_opset(node, scope, product)
             or refuse_malformed(node, scope)
-            or refuse_dtype(node, scope, "MatMul")
+            or refuse_dtype(node, scope, product)
             or (refuse_inner(a[-1], b[-1]) if a is not None and b is not None else None)
             or refuse_static(node, scope)
         )

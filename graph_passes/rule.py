@@ -73,12 +73,16 @@ class Rule(abc.ABC):
         return
 
 
-def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
-    """Before opset 7 operators differ (Gemm had `broadcast`); after onnx's newest, who knows."""
+def refuse_opset(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | None:
+    """Before opset 7 operators differ (Gemm had `broadcast`); after onnx's newest, who knows.
+
+    `op_type`: the operator that the replacement stands for, if it is not the node's own.
+    """
     newest = onnx.defs.onnx_opset_version()
-    if node.op_type in scope.overridden:
+    op_type = op_type or node.op_type
+    if op_type in scope.overridden:
         return Refusal(
-            Reason.OVERRIDDEN, f"the model defines a function {node.op_type} of its own in ai.onnx"
+            Reason.OVERRIDDEN, f"the model defines a function {op_type} of its own in ai.onnx"
         )
     if scope.opset is None or scope.body_opset is None:
         return Refusal(Reason.OPSET, "the model imports no version of ai.onnx")
@@ -92,11 +96,11 @@ def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
             f"ai.onnx version {scope.opset} is newer than the installed onnx {onnx.__version__} "
             f"knows ({newest}); update onnx",
         )
-    if _schema(node, scope.opset) != _schema(node, min(scope.body_opset, newest)):
+    if _schema(op_type, scope.opset) != _schema(op_type, min(scope.body_opset, newest)):
         return Refusal(
             Reason.FUNCTION_OPSET,
             f"its function imports ai.onnx version {scope.opset} and the model {scope.body_opset}: "
-            f"{node.op_type} differs between them",
+            f"{op_type} differs between them",
         )
     return None
 
@@ -175,8 +179,8 @@ def is_static(value: ir.Value) -> bool:
     )
 
 
-def _schema(node: ir.Node, opset: int) -> int:
-    return int(onnx.defs.get_schema(node.op_type, opset).since_version)
+def _schema(op_type: str, opset: int) -> int:
+    return int(onnx.defs.get_schema(op_type, opset).since_version)
 
 
 def _type_name(dtype: ir.DataType) -> str:

@@ -116,6 +116,22 @@ def test_a_function_whose_calls_transpose_operands_of_some_ranks(more: str, ops:
     assert [node.op_type for node in scores.node] == [ops]
 
 
+@pytest.mark.parametrize(
+    ("opsets", "taken"), [((11, 17), False), ((13, 12), False), ((12, 11), True), ((17, 13), True)]
+)
+def test_a_function_of_another_opset(opsets: tuple[int, int], taken: bool) -> None:
+    """The Gemm of the body must be the one that the function's version of ai.onnx has."""
+    model = parse(
+        """g (float[s, 4] a, float[5, 4] b) => (y) { y = f.Scores (a, b) }""",
+        opset=opsets[0], imports=CONTRIB + ', "f" : 1',
+        functions=f"""<domain: "f", opset_import: ["" : {opsets[1]}, "com.microsoft" : 1]>
+            Scores (a, b) => (y) {{ y = com.microsoft.FusedMatMul <transB = 1> (a, b) }}""",
+    )  # fmt: skip
+    feeds = {"a": random(3, 4), "b": random(5, 4)}
+    result = check_fused(model, feeds, ops=["f.Scores"])
+    assert refusals(result) == ([] if taken else ["function-opset"])
+
+
 def test_attention_as_onnxruntime_fuses_it() -> None:
     """What follows the transposed product is known, too."""
     model = parse(
