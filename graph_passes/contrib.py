@@ -29,7 +29,7 @@ from .rule import (
     refuse_static,
 )
 from .scale import refuse_factor
-from .stand_ins import CONTRIB
+from .stand_ins import CONTRIB, ROWS
 
 _FUSED = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid")
 """Activations of FusedGemm and FusedConv that there are operators for."""
@@ -70,7 +70,7 @@ class FusedMatMulRule(Rule):
         return None if not turned or _is_rank_2([view]) else _refuse_scaled(alpha, scope)
 
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
-        if node.op_type == "Einsum":  # that of transposed rows
+        if node.op_type == ROWS:
             return self._check_rows(node, scope)
         return (GemmRule() if node.op_type == "Gemm" else MatMulRule()).check(node, scope)
 
@@ -81,7 +81,7 @@ class FusedMatMulRule(Rule):
         product = "Gemm" if _is_rank_2([node]) else "MatMul"
         return (
             refuse_opset(node, scope, product)
-            or refuse_malformed(node, scope)
+            or refuse_malformed(node, scope, product)
             or refuse_dtype(node, scope, product)
             or (refuse_inner(a[-1], b[-1]) if a is not None and b is not None else None)
             or refuse_static(node, scope)

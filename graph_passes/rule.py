@@ -105,9 +105,12 @@ def refuse_opset(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | No
     return None
 
 
-def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
-    """What the operator's schema forbids: number of operands, attributes, outputs, an overload."""
-    schema = onnx.defs.get_schema(node.op_type, scope.opset or MIN_OPSET)
+def refuse_malformed(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | None:
+    """What the operator's schema forbids: number of operands, attributes, outputs, an overload.
+
+    `op_type`: as for `refuse_opset`.
+    """
+    schema = onnx.defs.get_schema(op_type or node.op_type, scope.opset or MIN_OPSET)
     operands = len(node.inputs)
     if not schema.min_input <= operands <= schema.max_input:
         return _invalid(f"{operands} inputs; {schema.min_input} to {schema.max_input} are legal")
@@ -120,7 +123,7 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
     for name, attribute in node.attributes.items():
         if name not in schema.attributes:
             return _invalid(
-                f"attribute {name!r} is unknown to {node.op_type}-{schema.since_version}"
+                f"attribute {name!r} is unknown to {schema.name}-{schema.since_version}"
             )
         if int(attribute.type) != int(schema.attributes[name].type):  # type: ignore[call-overload]
             return _invalid(f"attribute {name!r} is of type {attribute.type.name}")
@@ -130,7 +133,7 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
 def refuse_dtype(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | None:
     """Operands and output of a product have one dtype, so that one known dtype proves the rest.
 
-    `op_type`: the operator that must allow it, if it is not the node's own.
+    `op_type`: as for `refuse_opset`.
     """
     found = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
     known = sorted(dtype for dtype in found if dtype not in (None, ir.DataType.UNDEFINED))

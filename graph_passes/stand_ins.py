@@ -18,18 +18,23 @@ _TRANSPOSES = ("transA", "transB")
 _BATCH_TRANSPOSES = ("transBatchA", "transBatchB")
 
 
-_PRODUCT_OF_ROWS = "...mk,...nk->...mn"
-"""A MatMul whose B has its last two axes exchanged, of any ranks from 2 on."""
-_HAS_EINSUM = 12  # the version of ai.onnx
+DOMAIN = "ai.moonpoly.stand_ins"
+"""Of functions that only skeletons have."""
+
+ROWS = "MatMulOfRows"
+"""A MatMul whose B has its last two axes exchanged, of any ranks from 2 on. No standard operator is
+that: inference of Einsum takes the batch axes of its first operand for those of the output.
+"""
+
+_OPSET = 13  # of ai.onnx; MatMul and Einsum have been what they are since 9 and 12
 
 
-def replace(node: onnx.NodeProto, own_functions: Collection[str], opset: int) -> None:
+def replace(node: onnx.NodeProto, own_functions: Collection[str]) -> None:
     """Replaces a node in place by one that shape inference knows, if there is one.
 
     Args:
         node: A node of any domain.
         own_functions: Operators of `com.microsoft` that the model defines itself.
-        opset: The version of ai.onnx that its graph imports.
     """
     if node.domain != CONTRIB or node.op_type in own_functions:
         return
@@ -46,12 +51,22 @@ def replace(node: onnx.NodeProto, own_functions: Collection[str], opset: int) ->
         turned = {a.name for a in node.attribute if a.i or a.ref_attr_name}
         if turned.isdisjoint(_BATCH_TRANSPOSES):
             rank_2 = not turned.isdisjoint(_TRANSPOSES)
-            if turned & set(_TRANSPOSES) == {"transB"} and opset >= _HAS_EINSUM:
-                _become(node, "Einsum", ())
-                equation = onnx.helper.make_attribute("equation", _PRODUCT_OF_ROWS)
-                node.attribute.append(equation)
+            if turned.intersection(_TRANSPOSES) == {"transB"}:
+                _become(node, ROWS, ())
+                node.domain = DOMAIN
                 return
             _become(node, "Gemm" if rank_2 else "MatMul", _TRANSPOSES if rank_2 else ())
+
+
+def define(model: onnx.ModelProto) -> None:
+    """Gives a model the functions that stand for operators. They come behind its own."""
+    columns = onnx.helper.make_node("Einsum", ["B"], ["columns"], equation="...nk->...kn")
+    product = onnx.helper.make_node("MatMul", ["A", "columns"], ["Y"])
+    imports = [onnx.helper.make_opsetid("", _OPSET)]
+    rows = onnx.helper.make_function(DOMAIN, ROWS, ["A", "B"], ["Y"], [columns, product], imports)
+    for holder in (model, *model.functions):
+        holder.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    model.functions.append(rows)
 
 
 def _become(node: onnx.NodeProto, op_type: str, attributes: Collection[str]) -> None:

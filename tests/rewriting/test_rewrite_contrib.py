@@ -116,6 +116,35 @@ def test_a_function_whose_calls_transpose_operands_of_some_ranks(more: str, ops:
     assert [node.op_type for node in scores.node] == [ops]
 
 
+BEHIND = """g (float[{}] a, float[{}] b, float[5, 6] w, float[{}] r) => (y) {{
+    u = com.microsoft.FusedMatMul <transB = 1> (a, b)  v = MatMul (u, w)  y = Add (v, r) }}"""
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "r", "fused"),
+    [
+        ("p, s, 8", "5, 8", "p, s, 6", True),
+        ("s, 8", "p, 5, 8", "p, s, 6", True),
+        ("1, s, 8", "p, 5, 8", "p, s, 6", True),
+        ("p, s, 8", "p, 5, 8", "p, s, 6", True),
+        ("q, p, s, 8", "p, 5, 8", "q, p, s, 6", True),
+        ("1, s, 8", "p, 5, 8", "1, s, 6", False),  # has a smaller batch than the product
+        ("q, s, 8", "p, 5, 8", "q, s, 6", False),  # may have
+    ],
+)
+def test_what_follows_transposed_rows(a: str, b: str, r: str, fused: bool) -> None:
+    """Their batch axes broadcast: the shape of what follows is that of the numbers."""
+    model = parse(BEHIND.format(a, b, r), imports=CONTRIB, ir_version=7)
+    sizes = {"p": 3, "q": 1 if a.startswith("q, s") else 2, "s": 4}
+    feeds = {
+        name: random(*(sizes.get(d) or int(d) for d in shape.split(", ")))
+        for name, shape in (("a", a), ("b", b), ("w", "5, 6"), ("r", r))
+    }
+    ops = ["MatMulTransposed", *(["MatMulAdd"] if fused else ["MatMul", "Add"])]
+    missed = [] if fused else ["residual: shape-unproven"]
+    check_fused(model, feeds, ops=ops, missed=missed)
+
+
 @pytest.mark.parametrize(
     ("opsets", "taken"), [((11, 17), False), ((13, 12), False), ((12, 11), True), ((17, 13), True)]
 )
