@@ -21,9 +21,14 @@ _BATCH_TRANSPOSES = ("transBatchA", "transBatchB")
 DOMAIN = "ai.moonpoly.stand_ins"
 """Of functions that only skeletons have."""
 
-ROWS = "MatMulOfRows"
-"""A MatMul whose B has its last two axes exchanged, of any ranks from 2 on. No standard operator is
-that: inference of Einsum takes the batch axes of its first operand for those of the output.
+TRANSPOSED = {
+    ("transA",): "MatMulTN",
+    ("transB",): "MatMulNT",
+    ("transA", "transB"): "MatMulTT",
+}
+"""MatMul of operands of rank 2 and more, of which some have their last two axes exchanged. No
+standard operator is that: Gemm takes matrices, and inference of Einsum takes the batch axes of its
+first operand for those of the output.
 """
 
 _OPSET = 13  # of ai.onnx; MatMul and Einsum have been what they are since 9 and 12
@@ -48,25 +53,33 @@ def replace(node: onnx.NodeProto, own_functions: Collection[str]) -> None:
         _become(node, "Conv", kept)
         del node.input[3:]
     elif node.op_type == "FusedMatMul":
-        turned = {a.name for a in node.attribute if a.i or a.ref_attr_name}
-        if turned.isdisjoint(_BATCH_TRANSPOSES):
-            rank_2 = not turned.isdisjoint(_TRANSPOSES)
-            if turned.intersection(_TRANSPOSES) == {"transB"}:
-                _become(node, ROWS, ())
-                node.domain = DOMAIN
-                return
-            _become(node, "Gemm" if rank_2 else "MatMul", _TRANSPOSES if rank_2 else ())
+        turned = {a.name for a in node.attribute if a.i}
+        by_call = {a.name for a in node.attribute if a.ref_attr_name}
+        if by_call.intersection(_TRANSPOSES) or (turned | by_call).intersection(_BATCH_TRANSPOSES):
+            return
+        flags = tuple(flag for flag in _TRANSPOSES if flag in turned)
+        _become(node, TRANSPOSED.get(flags, "MatMul"), ())
+        node.domain = DOMAIN if flags else ""
 
 
 def define(model: onnx.ModelProto) -> None:
     """Gives a model the functions that stand for operators. They come behind its own."""
-    columns = onnx.helper.make_node("Einsum", ["B"], ["columns"], equation="...nk->...kn")
-    product = onnx.helper.make_node("MatMul", ["A", "columns"], ["Y"])
     imports = [onnx.helper.make_opsetid("", _OPSET)]
-    rows = onnx.helper.make_function(DOMAIN, ROWS, ["A", "B"], ["Y"], [columns, product], imports)
     for holder in (model, *model.functions):
         holder.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    model.functions.append(rows)
+    for flags, name in TRANSPOSED.items():
+        operands = {"transA": "A", "transB": "B"}
+        nodes = []
+        for flag in flags:
+            turned = f"{operands[flag]}/turned"
+            node = onnx.helper.make_node(
+                "Einsum", [operands[flag]], [turned], equation="...ij->...ji"
+            )
+            nodes.append(node)
+            operands[flag] = turned
+        nodes.append(onnx.helper.make_node("MatMul", list(operands.values()), ["Y"]))
+        function = onnx.helper.make_function(DOMAIN, name, ["A", "B"], ["Y"], nodes, imports)
+        model.functions.append(function)
 
 
 def _become(node: onnx.NodeProto, op_type: str, attributes: Collection[str]) -> None:

@@ -145,6 +145,23 @@ def test_what_follows_transposed_rows(a: str, b: str, r: str, fused: bool) -> No
     check_fused(model, feeds, ops=ops, missed=missed)
 
 
+def test_transposed_batches_that_stay_are_no_matrices() -> None:
+    """What follows them was taken for a product of matrices, and became a Gemm."""
+    model = parse(
+        """g (float[p, 8, s] a, int64[r] shape, float[8, 5] b, float[6, 5] w) => (y) {
+            c = Reshape (a, shape)  u = com.microsoft.FusedMatMul <transA = 1> (c, b)
+            v = Transpose (w)  y = MatMul (u, v) }""",
+        imports=CONTRIB,
+    )
+    feeds = {"a": random(1, 8, 3), "b": random(8, 5), "w": random(6, 5)}
+    for shape in ([1, 8, 3], [8, 3]):
+        feed = {**feeds, "shape": np.array(shape)}
+        result = check_fused(
+            model, feed, ops=["Reshape", "com.microsoft.FusedMatMul", "MatMulTransposed"]
+        )
+        assert refusals(result) == ["rank-unknown"]
+
+
 @pytest.mark.parametrize(
     ("opsets", "taken"), [((11, 17), False), ((13, 12), False), ((12, 11), True), ((17, 13), True)]
 )
