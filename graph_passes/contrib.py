@@ -7,7 +7,7 @@ beyond that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -29,7 +29,7 @@ from .rule import (
     refuse_static,
 )
 from .scale import refuse_factor
-from .stand_ins import CONTRIB
+from .stand_ins import CONTRIB, TRANSPOSED
 
 _FUSED = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid")
 """Activations of FusedGemm and FusedConv that there are operators for."""
@@ -70,19 +70,23 @@ class FusedMatMulRule(Rule):
         return None if not turned or _is_rank_2([view]) else _refuse_scaled(alpha, scope)
 
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
-        if node.op_type == "Einsum":  # that of transposed rows
-            return self._check_rows(node, scope)
-        return (GemmRule() if node.op_type == "Gemm" else MatMulRule()).check(node, scope)
+        transposed = [flags for flags, name in TRANSPOSED.items() if name == node.op_type]
+        if transposed:
+            return self._check_transposed(node, transposed[0], scope)
+        return MatMulRule().check(node, scope)
 
-    def _check_rows(self, node: ir.Node, scope: Scope) -> Refusal | None:
+    def _check_transposed(
+        self, node: ir.Node, flags: Collection[str], scope: Scope
+    ) -> Refusal | None:
         if len(node.inputs) != 2 or None in node.inputs:
             return Refusal(Reason.INVALID, f"{len(node.inputs)} inputs; 2 are legal")
         a, b = (value.shape for value in node.inputs if value is not None)
+        product = "Gemm" if _is_rank_2([node]) else "MatMul"
         return (
-            refuse_opset(node, scope)
-            or refuse_malformed(node, scope)
-            or refuse_dtype(node, scope, "MatMul")
-            or (refuse_inner(a[-1], b[-1]) if a is not None and b is not None else None)
+            refuse_opset(node, scope, product)
+            or refuse_malformed(node, scope, product)
+            or refuse_dtype(node, scope, product)
+            or _refuse_inner(a, b, flags)
             or refuse_static(node, scope)
         )
 
@@ -106,7 +110,7 @@ class FusedMatMulRule(Rule):
             _set(node, {"alpha": alpha})
         elif _is_turned(attributes) or (alpha != 1.0 and _is_rank_2(views)):
             node.op_type = "Gemm"
-            flags = {flag: int(attributes.get(flag, 0)) for flag in ("transA", "transB")}
+            flags = {flag: int(bool(attributes.get(flag))) for flag in ("transA", "transB")}
             _set(node, {**flags, "alpha": alpha, "beta": 1.0})
         elif alpha != 1.0:
             node.op_type = "ScaledMatMul"
@@ -216,6 +220,12 @@ def _is_rank_2(views: Sequence[ir.Node]) -> bool:
     """Whether both operands are known to be matrices, in every call."""
     shapes = [value.shape for view in views for value in view.inputs[:2] if value is not None]
     return all(shape is not None and len(shape) == 2 for shape in shapes)
+
+
+def _refuse_inner(a: ir.Shape | None, b: ir.Shape | None, flags: Collection[str]) -> Refusal | None:
+    if a is None or b is None:
+        return None
+    return refuse_inner(a[-2 if "transA" in flags else -1], b[-1 if "transB" in flags else -2])
 
 
 def _ranks_of_b(views: Sequence[ir.Node]) -> set[int]:

@@ -38,7 +38,7 @@ class Graph:
         self.recorded = recorded
         self.place = place
         self.values = dict(values)
-        self.settled = False
+        self.settled = self.joined = False
         self.own_functions = own_functions
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         self.reads = Counter(reads_of(place.body))
@@ -67,9 +67,10 @@ class Graph:
         products = [Product(self, node) for node in self._nodes if node.domain == DOMAIN]
         successors: dict[int, Product] = {}  # of products that another one absorbed
         changed = True
-        while changed or not self.settled:
+        while changed or not self.joined:
             # What one product absorbs may have stood in the way of another. What joins two of them
-            # comes when each has what it can have on its own.
+            # comes when each has what it can have on its own, and what ends all that comes last.
+            self.joined = self.settled and not changed
             self.settled = not changed
             changed = False
             for product in products:

@@ -110,6 +110,11 @@ class Product:
         """Whether all products of the graph have taken what needs no other product."""
         return self._graph.settled
 
+    @property
+    def joined(self) -> bool:
+        """Whether they are settled, and none can be joined with another, or have an R."""
+        return self._graph.joined
+
     def neighbour(self, value: str) -> Product | None:
         """The node of ours in the same graph that computes a value."""
         node = self.producer(value)

@@ -73,12 +73,16 @@ class Rule(abc.ABC):
         return
 
 
-def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
-    """Before opset 7 operators differ (Gemm had `broadcast`); after onnx's newest, who knows."""
+def refuse_opset(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | None:
+    """Before opset 7 operators differ (Gemm had `broadcast`); after onnx's newest, who knows.
+
+    `op_type`: the operator that the replacement stands for, if it is not the node's own.
+    """
     newest = onnx.defs.onnx_opset_version()
-    if node.op_type in scope.overridden:
+    op_type = op_type or node.op_type
+    if op_type in scope.overridden:
         return Refusal(
-            Reason.OVERRIDDEN, f"the model defines a function {node.op_type} of its own in ai.onnx"
+            Reason.OVERRIDDEN, f"the model defines a function {op_type} of its own in ai.onnx"
         )
     if scope.opset is None or scope.body_opset is None:
         return Refusal(Reason.OPSET, "the model imports no version of ai.onnx")
@@ -92,18 +96,21 @@ def refuse_opset(node: ir.Node, scope: Scope) -> Refusal | None:
             f"ai.onnx version {scope.opset} is newer than the installed onnx {onnx.__version__} "
             f"knows ({newest}); update onnx",
         )
-    if _schema(node, scope.opset) != _schema(node, min(scope.body_opset, newest)):
+    if _schema(op_type, scope.opset) != _schema(op_type, min(scope.body_opset, newest)):
         return Refusal(
             Reason.FUNCTION_OPSET,
             f"its function imports ai.onnx version {scope.opset} and the model {scope.body_opset}: "
-            f"{node.op_type} differs between them",
+            f"{op_type} differs between them",
         )
     return None
 
 
-def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
-    """What the operator's schema forbids: number of operands, attributes, outputs, an overload."""
-    schema = onnx.defs.get_schema(node.op_type, scope.opset or MIN_OPSET)
+def refuse_malformed(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | None:
+    """What the operator's schema forbids: number of operands, attributes, outputs, an overload.
+
+    `op_type`: as for `refuse_opset`.
+    """
+    schema = onnx.defs.get_schema(op_type or node.op_type, scope.opset or MIN_OPSET)
     operands = len(node.inputs)
     if not schema.min_input <= operands <= schema.max_input:
         return _invalid(f"{operands} inputs; {schema.min_input} to {schema.max_input} are legal")
@@ -116,7 +123,7 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
     for name, attribute in node.attributes.items():
         if name not in schema.attributes:
             return _invalid(
-                f"attribute {name!r} is unknown to {node.op_type}-{schema.since_version}"
+                f"attribute {name!r} is unknown to {schema.name}-{schema.since_version}"
             )
         if int(attribute.type) != int(schema.attributes[name].type):  # type: ignore[call-overload]
             return _invalid(f"attribute {name!r} is of type {attribute.type.name}")
@@ -126,7 +133,7 @@ def refuse_malformed(node: ir.Node, scope: Scope) -> Refusal | None:
 def refuse_dtype(node: ir.Node, scope: Scope, op_type: str = "") -> Refusal | None:
     """Operands and output of a product have one dtype, so that one known dtype proves the rest.
 
-    `op_type`: the operator that must allow it, if it is not the node's own.
+    `op_type`: as for `refuse_opset`.
     """
     found = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
     known = sorted(dtype for dtype in found if dtype not in (None, ir.DataType.UNDEFINED))
@@ -175,8 +182,8 @@ def is_static(value: ir.Value) -> bool:
     )
 
 
-def _schema(node: ir.Node, opset: int) -> int:
-    return int(onnx.defs.get_schema(node.op_type, opset).since_version)
+def _schema(op_type: str, opset: int) -> int:
+    return int(onnx.defs.get_schema(op_type, opset).since_version)
 
 
 def _type_name(dtype: ir.DataType) -> str:

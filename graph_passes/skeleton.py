@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import onnx
 
 from . import stand_ins
-from .domain import imported_version, is_standard
+from .domain import is_standard
 from .payload import UnreadableError, copy_message, is_external
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def skeleton(model: onnx.ModelProto, external_data: ExternalData | None = None) 
         recorded = (*graph.output, *graph.value_info)
         for info in recorded if graph is result.graph else (*graph.input, *recorded):
             _forget_names(info)
-        _simplify_nodes(graph.node, own, imported_version(model.opset_import) or 0)
+        _simplify_nodes(graph.node, own)
     _unify_standard_domain(result.opset_import)
     _unify_standard_domain(result.functions)
     for function in result.functions:
@@ -59,7 +59,10 @@ def skeleton(model: onnx.ModelProto, external_data: ExternalData | None = None) 
         for info in function.value_info:
             _simplify(info)
             _forget_names(info)
-        _simplify_nodes(function.node, own, imported_version(function.opset_import) or 0)
+        _simplify_nodes(function.node, own)
+    bodies = (*(graph.node for graph in _graphs(result)), *(f.node for f in result.functions))
+    if any(node.domain == stand_ins.DOMAIN for nodes in bodies for node in nodes):
+        stand_ins.define(result)
     return result
 
 
@@ -172,15 +175,14 @@ def _representable(type_: onnx.TypeProto) -> bool:
     return kind in ("tensor_type", "sparse_tensor_type")
 
 
-def _simplify_nodes(nodes: Iterable[onnx.NodeProto], own: Collection[str], opset: int) -> None:
+def _simplify_nodes(nodes: Iterable[onnx.NodeProto], own: Collection[str]) -> None:
     """Drops attributes that onnx_ir refuses, and replaces operators that inference does not know.
 
-    `own`: operators of ONNX Runtime's domain that the model defines itself; `opset`: the version of
-    ai.onnx.
+    `own`: operators of ONNX Runtime's domain that the model defines itself.
     """
     _unify_standard_domain(nodes)
     for node in nodes:
-        stand_ins.replace(node, own, opset)
+        stand_ins.replace(node, own)
         kept = [attribute for attribute in node.attribute if _supported(attribute)]
         if len(kept) != len(node.attribute):
             del node.attribute[:]

@@ -18,18 +18,28 @@ _TRANSPOSES = ("transA", "transB")
 _BATCH_TRANSPOSES = ("transBatchA", "transBatchB")
 
 
-_PRODUCT_OF_ROWS = "...mk,...nk->...mn"
-"""A MatMul whose B has its last two axes exchanged, of any ranks from 2 on."""
-_HAS_EINSUM = 12  # the version of ai.onnx
+DOMAIN = "ai.moonpoly.stand_ins"
+"""Of functions that only skeletons have."""
+
+TRANSPOSED = {
+    ("transA",): "MatMulTN",
+    ("transB",): "MatMulNT",
+    ("transA", "transB"): "MatMulTT",
+}
+"""MatMul of operands of rank 2 and more, of which some have their last two axes exchanged. No
+standard operator is that: Gemm takes matrices, and inference of Einsum takes the batch axes of its
+first operand for those of the output.
+"""
+
+_OPSET = 13  # of ai.onnx; MatMul and Einsum have been what they are since 9 and 12
 
 
-def replace(node: onnx.NodeProto, own_functions: Collection[str], opset: int) -> None:
+def replace(node: onnx.NodeProto, own_functions: Collection[str]) -> None:
     """Replaces a node in place by one that shape inference knows, if there is one.
 
     Args:
         node: A node of any domain.
         own_functions: Operators of `com.microsoft` that the model defines itself.
-        opset: The version of ai.onnx that its graph imports.
     """
     if node.domain != CONTRIB or node.op_type in own_functions:
         return
@@ -43,15 +53,33 @@ def replace(node: onnx.NodeProto, own_functions: Collection[str], opset: int) ->
         _become(node, "Conv", kept)
         del node.input[3:]
     elif node.op_type == "FusedMatMul":
-        turned = {a.name for a in node.attribute if a.i or a.ref_attr_name}
-        if turned.isdisjoint(_BATCH_TRANSPOSES):
-            rank_2 = not turned.isdisjoint(_TRANSPOSES)
-            if turned & set(_TRANSPOSES) == {"transB"} and opset >= _HAS_EINSUM:
-                _become(node, "Einsum", ())
-                equation = onnx.helper.make_attribute("equation", _PRODUCT_OF_ROWS)
-                node.attribute.append(equation)
-                return
-            _become(node, "Gemm" if rank_2 else "MatMul", _TRANSPOSES if rank_2 else ())
+        turned = {a.name for a in node.attribute if a.i}
+        by_call = {a.name for a in node.attribute if a.ref_attr_name}
+        if by_call.intersection(_TRANSPOSES) or (turned | by_call).intersection(_BATCH_TRANSPOSES):
+            return
+        flags = tuple(flag for flag in _TRANSPOSES if flag in turned)
+        _become(node, TRANSPOSED.get(flags, "MatMul"), ())
+        node.domain = DOMAIN if flags else ""
+
+
+def define(model: onnx.ModelProto) -> None:
+    """Gives a model the functions that stand for operators. They come behind its own."""
+    imports = [onnx.helper.make_opsetid("", _OPSET)]
+    for holder in (model, *model.functions):
+        holder.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    for flags, name in TRANSPOSED.items():
+        operands = {"transA": "A", "transB": "B"}
+        nodes = []
+        for flag in flags:
+            turned = f"{operands[flag]}/turned"
+            node = onnx.helper.make_node(
+                "Einsum", [operands[flag]], [turned], equation="...ij->...ji"
+            )
+            nodes.append(node)
+            operands[flag] = turned
+        nodes.append(onnx.helper.make_node("MatMul", list(operands.values()), ["Y"]))
+        function = onnx.helper.make_function(DOMAIN, name, ["A", "B"], ["Y"], nodes, imports)
+        model.functions.append(function)
 
 
 def _become(node: onnx.NodeProto, op_type: str, attributes: Collection[str]) -> None:

@@ -94,7 +94,7 @@ def _by_perm(product: Product, transpose: onnx.NodeProto) -> Fused | Refusal | N
     """The product with B as it is in front of the Transpose, or of a part of it; None where it is
     not yet known whether something else is to be fused, which MatMulTransposed has no place for.
     """
-    if not product.settled:
+    if not product.joined:
         return None
     rank = product.rank(product.operand(1))
     alpha = product.attribute("alpha")
@@ -113,10 +113,16 @@ def _by_perm(product: Product, transpose: onnx.NodeProto) -> Fused | Refusal | N
         lists={"perm": swap},
         concerns=transpose,
     )
+    if _undoes(product, perm, transpose.input[0]):
+        return Refusal(
+            Reason.FORM_UNKNOWN, "it undoes the Transpose in front: ONNX Runtime removes both"
+        )
     if perm == swap:
         return fused
     if perm[-2] != rank - 1:
         return Refusal(Reason.FORM_UNKNOWN, "its perm is not that of a transposed matrix")
+    if product.operand(0) == transpose.output[0]:
+        return Refusal(Reason.OTHER_READERS, f"{transpose.output[0]!r} is A, too")
     if refusal := product.refuse_readers(transpose.output[0], by=[product.node]):
         return refusal
     rows = onnx.NodeProto()
@@ -127,6 +133,16 @@ def _by_perm(product: Product, transpose: onnx.NodeProto) -> Fused | Refusal | N
     return dataclasses.replace(
         fused, inputs=[product.operand(0), rows.output[0]], changes=[(transpose, rows)]
     )
+
+
+def _undoes(product: Product, perm: Sequence[int], value: str) -> bool:
+    """Whether a value is transposed already, and transposed by perm is as it was before."""
+    first = product.producer(value)
+    if first is None or first.op_type != "Transpose" or not product.is_standard(first):
+        return False
+    given = next((list(a.ints) for a in first.attribute if a.name == "perm"), None)
+    earlier = list(range(len(perm)))[::-1] if given is None else given
+    return len(earlier) == len(perm) and [earlier[axis] for axis in perm] == sorted(perm)
 
 
 def _exchanged(perm: Sequence[int]) -> list[int]:

@@ -259,7 +259,8 @@ def _give_shapes_of(
     special: Mapping[str, onnx.NodeProto], body: MutableSequence[onnx.NodeProto]
 ) -> None:
     """Puts nodes behind products, by their names, that give them the shapes and types of the
-    outputs which they had; and one in front of those that transpose."""
+    outputs which they had; and one in front of those that transpose. Their marks name what is new,
+    which no value of the model is called."""
     for index in reversed(range(len(body))):
         node = body[index]
         for attribute in node.attribute:
@@ -272,17 +273,17 @@ def _give_shapes_of(
         output = node.output[0]
         if base.turned:
             (perm,) = (a.ints for a in original.attribute if a.name == "perm")
-            turned = f"{output}/turned"
+            turned = f"{node.name}/turned"
             transpose = onnx.helper.make_node("Transpose", [node.input[1]], [turned], perm=perm)
             node.input[1] = turned
             body.insert(index, transpose)
             continue
-        node.output[0] = f"{output}/product"
+        node.output[0] = f"{node.name}/product"
         behind = onnx.helper.make_node(
             "Cast", [node.output[0]], [output], to=onnx.TensorProto.FLOAT
         )
         if base.gated:
-            numbers = [f"{output}/{what}" for what in ("starts", "ends", "axes", "steps")]
+            numbers = [f"{node.name}/{what}" for what in ("starts", "ends", "axes", "steps")]
             behind = onnx.helper.make_node("Slice", [node.output[0], *numbers], [output])
             for name, value in zip(numbers, (0, 2**31 - 1, -1, 2), strict=True):
                 tensor = onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], [value])

@@ -347,3 +347,20 @@ def test_a_product_of_rows(rewritten: bool, planned: list[native.Problem]) -> No
     (plan,) = explain(model, {"b": 2, "s": 37, "t": 41}, gpu="H200")
     assert (plan.m, plan.n, plan.k, plan.batch, plan.why_not) == (37, 41, 64, 24, "")
     assert (planned[-1].trans_b, planned[-1].ldb, planned[-1].align_b) == (1, 64, 16)
+
+
+def test_values_called_as_something_new_could_be() -> None:
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        scores (float[b, s, 64] q, float[b, t, 64] k) => (y, z)
+        {
+            u = Transpose <perm = [0, 2, 1]> (k)
+            y = MatMul (q, u)
+            z = Neg (q)
+        }
+    """)
+    for names in (model.graph.node[1].input, model.graph.node[2].input):
+        names[0] = "y/turned"
+    model.graph.input[0].name = "y/turned"
+    (plan,) = explain(model, {"b": 2, "s": 37, "t": 41}, gpu="H200")
+    assert (plan.m, plan.n, plan.k, plan.batch, plan.why_not) == (37, 41, 64, 2, "")

@@ -116,6 +116,68 @@ def test_a_function_whose_calls_transpose_operands_of_some_ranks(more: str, ops:
     assert [node.op_type for node in scores.node] == [ops]
 
 
+BEHIND = """g (float[{}] a, float[{}] b, float[5, 6] w, float[{}] r) => (y) {{
+    u = com.microsoft.FusedMatMul <transB = 1> (a, b)  v = MatMul (u, w)  y = Add (v, r) }}"""
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "r", "fused"),
+    [
+        ("p, s, 8", "5, 8", "p, s, 6", True),
+        ("s, 8", "p, 5, 8", "p, s, 6", True),
+        ("1, s, 8", "p, 5, 8", "p, s, 6", True),
+        ("p, s, 8", "p, 5, 8", "p, s, 6", True),
+        ("q, p, s, 8", "p, 5, 8", "q, p, s, 6", True),
+        ("1, s, 8", "p, 5, 8", "1, s, 6", False),  # has a smaller batch than the product
+        ("q, s, 8", "p, 5, 8", "q, s, 6", False),  # may have
+    ],
+)
+def test_what_follows_transposed_rows(a: str, b: str, r: str, fused: bool) -> None:
+    """Their batch axes broadcast: the shape of what follows is that of the numbers."""
+    model = parse(BEHIND.format(a, b, r), imports=CONTRIB, ir_version=7)
+    sizes = {"p": 3, "q": 1 if a.startswith("q, s") else 2, "s": 4}
+    feeds = {
+        name: random(*(sizes.get(d) or int(d) for d in shape.split(", ")))
+        for name, shape in (("a", a), ("b", b), ("w", "5, 6"), ("r", r))
+    }
+    ops = ["MatMulTransposed", *(["MatMulAdd"] if fused else ["MatMul", "Add"])]
+    missed = [] if fused else ["residual: shape-unproven"]
+    check_fused(model, feeds, ops=ops, missed=missed)
+
+
+def test_transposed_batches_that_stay_are_no_matrices() -> None:
+    """What follows them was taken for a product of matrices, and became a Gemm."""
+    model = parse(
+        """g (float[p, 8, s] a, int64[r] shape, float[8, 5] b, float[6, 5] w) => (y) {
+            c = Reshape (a, shape)  u = com.microsoft.FusedMatMul <transA = 1> (c, b)
+            v = Transpose (w)  y = MatMul (u, v) }""",
+        imports=CONTRIB,
+    )
+    feeds = {"a": random(1, 8, 3), "b": random(8, 5), "w": random(6, 5)}
+    for shape in ([1, 8, 3], [8, 3]):
+        feed = {**feeds, "shape": np.array(shape)}
+        result = check_fused(
+            model, feed, ops=["Reshape", "com.microsoft.FusedMatMul", "MatMulTransposed"]
+        )
+        assert refusals(result) == ["rank-unknown"]
+
+
+@pytest.mark.parametrize(
+    ("opsets", "taken"), [((11, 17), False), ((13, 12), False), ((12, 11), True), ((17, 13), True)]
+)
+def test_a_function_of_another_opset(opsets: tuple[int, int], taken: bool) -> None:
+    """The Gemm of the body must be the one that the function's version of ai.onnx has."""
+    model = parse(
+        """g (float[s, 4] a, float[5, 4] b) => (y) { y = f.Scores (a, b) }""",
+        opset=opsets[0], imports=CONTRIB + ', "f" : 1',
+        functions=f"""<domain: "f", opset_import: ["" : {opsets[1]}, "com.microsoft" : 1]>
+            Scores (a, b) => (y) {{ y = com.microsoft.FusedMatMul <transB = 1> (a, b) }}""",
+    )  # fmt: skip
+    feeds = {"a": random(3, 4), "b": random(5, 4)}
+    result = check_fused(model, feeds, ops=["f.Scores"])
+    assert refusals(result) == ([] if taken else ["function-opset"])
+
+
 def test_attention_as_onnxruntime_fuses_it() -> None:
     """What follows the transposed product is known, too."""
     model = parse(
