@@ -408,7 +408,7 @@ def _optimize_all(
     model: Model, dtype: str, folder: Path, recipe: weight_recipes.Recipe, scratch: Path
 ) -> dict[str, Any]:
     """The forms after each optimizer, beside the plain one, on the weights that will be drawn."""
-    from moonpoly_ort import model_files, optimizing
+    from moonpoly_ort import model_files, model_writing, optimizing
 
     filled = scratch / "filled"
     filled.mkdir()
@@ -423,7 +423,7 @@ def _optimize_all(
             if not fuses(optimized.light):
                 raise ValueError(f"{how} fuses nothing in this model")
             notes[f"{dtype} {how} s"] = round(time.monotonic() - started, 2)
-            model_files.write(optimized, form)
+            model_writing.write(optimized, form)
             weight_recipes.adopt(form, folder, recipe)
         except (moonpoly_ort.MoonPolyError, ValueError) as error:
             notes[f"{dtype} {how} refused"] = str(error)

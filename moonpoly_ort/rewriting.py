@@ -17,7 +17,7 @@ from pathlib import Path
 
 import onnx
 
-from . import model_files, optimizing
+from . import model_files, model_writing, optimizing
 from .graph_passes import pipeline
 from .graph_passes.report import Entry, Reason, Refusal
 
@@ -75,7 +75,7 @@ class RewriteResult:
 
     def save(self, output: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Writes the rewritten model, as `rewrite(model, output)` does."""
-        return model_files.write(self._source, output, overwrite=overwrite)
+        return model_writing.write(self._source, output, overwrite=overwrite)
 
 
 def rewrite(
@@ -131,5 +131,5 @@ def rewrite(
     enabled = pipeline.select(rules, unwanted)
     source = optimizing.optimized(model_files.read(model, base_dir), optimize, unwanted)
     report = pipeline.apply(source.light, source, static=static, enabled=enabled)
-    written = None if output is None else model_files.write(source, output, overwrite=overwrite)
+    written = None if output is None else model_writing.write(source, output, overwrite=overwrite)
     return RewriteResult(report, written, source)
