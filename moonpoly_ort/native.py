@@ -1,5 +1,6 @@
 """libmoonpoly_ort.so through ctypes: thin classes over the functions of
-`custom_ops/runtime/moonpoly.h`, whose structs are in `native_structs`.
+`custom_ops/runtime/moonpoly.h`, whose structs are in `native_structs` and signatures in
+`native_functions`.
 
 Importing this module needs no library; the first call loads it, checks its API version and the size
 of every struct, and raises `NativeLibraryError` with the build command if it is missing or does not
@@ -12,7 +13,7 @@ import ctypes
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_char, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from .errors import (
     PackError,
     ProblemError,
 )
+from .native_functions import SIGNATURES, InterpretConvFn, InterpretFn
 from .native_structs import (
     MAX_REGIONS,
     STRUCTS,
@@ -101,16 +103,7 @@ __all__ = [
     "stats",
 ]
 
-API_VERSION = 4
-_InterpretFn = ctypes.CFUNCTYPE(
-    c_int32, ctypes.POINTER(Problem), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
-    c_void_p, ctypes.POINTER(c_char), c_int32,
-)  # fmt: skip
-
-_InterpretConvFn = ctypes.CFUNCTYPE(
-    c_int32, ctypes.POINTER(Conv), ctypes.POINTER(Plan), c_void_p, c_void_p, c_void_p, c_void_p,
-    c_void_p, ctypes.POINTER(c_char), c_int32,
-)  # fmt: skip
+API_VERSION = 5
 
 # The same for a convolution: (conv, plan, addresses of X, W, bias or None, R or None, Y).
 ConvInterpreter = Callable[[Conv, Plan, int, int, int | None, int | None, int], None]
@@ -157,61 +150,7 @@ def _library() -> ctypes.CDLL:
             f"{path} has API version {version}, this package needs {API_VERSION}; "
             "rebuild it with `pip install .`"
         )
-    pointer = ctypes.POINTER
-    shape = pointer(c_int64)
-    signatures: dict[str, tuple[object, list[object]]] = {
-        "mp_last_error": (ctypes.c_char_p, []),
-        "mp_struct_size": (c_int32, [ctypes.c_char_p]),
-        "mp_pack_open": (c_int32, [ctypes.c_char_p, pointer(c_void_p)]),
-        "mp_pack_close": (None, [c_void_p]),
-        "mp_pack_kernel_count": (c_int32, [c_void_p]),
-        "mp_pack_kernel": (pointer(KernelRecord), [c_void_p, c_int32]),
-        "mp_pack_info": (pointer(PackHeader), [c_void_p]),
-        "mp_device_count": (c_int32, [pointer(c_int32)]),
-        "mp_device_query": (c_int32, [c_int32, pointer(Device)]),
-        "mp_blocks_per_sm": (c_int32, [pointer(KernelRecord), pointer(Device)]),
-        "mp_plan_problem": (
-            c_int32,
-            [c_void_p, pointer(Device), pointer(Problem), *[c_int32] * 3, pointer(Plan)],
-        ),
-        "mp_launcher_create": (c_int32, [c_void_p, c_int32, pointer(c_void_p)]),
-        "mp_launcher_destroy": (None, [c_void_p]),
-        "mp_launch": (c_int32, [c_void_p, pointer(Problem), pointer(Plan), *[c_void_p] * 8]),
-        "mp_repacked_problem": (
-            c_int32,
-            [c_void_p, pointer(Problem), pointer(Problem), pointer(c_int64)],
-        ),
-        "mp_repack": (c_int32, [c_void_p, pointer(Problem), *[c_void_p] * 3]),
-        "mp_set_interpreter": (None, [_InterpretFn]),
-        "mp_set_conv_interpreter": (None, [_InterpretConvFn]),
-        "mp_get_stats": (None, [pointer(Stats)]),
-        "mp_conv_problem": (
-            c_int32,
-            [
-                *[c_int32, c_int32, pointer(ConvAttributes), c_int32, shape, c_int32, shape],
-                *[c_int32, shape, pointer(Conv), pointer(Problem), *[pointer(c_int32)] * 2],
-            ],
-        ),
-        "mp_conv_packed": (c_int32, [pointer(Conv), pointer(Conv), shape]),
-        "mp_conv_pack": (c_int32, [pointer(Conv), c_void_p, c_void_p]),
-        "mp_plan_conv": (
-            c_int32,
-            [c_void_p, pointer(Device), pointer(Conv), *[c_int32] * 3, pointer(Plan)],
-        ),
-        "mp_launch_conv": (c_int32, [c_void_p, pointer(Conv), pointer(Plan), *[c_void_p] * 8]),
-        "mp_matmul_problem": (
-            c_int32,
-            [c_int32, c_int32, *[c_int32, shape] * 2, c_int32, pointer(Problem), shape],
-        ),
-        "mp_gemm_problem": (
-            c_int32,
-            [
-                *[c_int32, c_int32, shape, shape, c_int32, shape, c_int32, c_int32],
-                *[c_float, c_float, pointer(Problem)],
-            ],
-        ),
-    }
-    for name, (result, arguments) in signatures.items():
+    for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     for name, struct in STRUCTS.items():
@@ -553,8 +492,8 @@ def set_interpreter(function: Interpreter | None, conv: ConvInterpreter | None =
     """Installs what the interpreter backend's CPU ops call for products and for convolutions, or
     removes it. An exception that a function raises becomes the error of the session's run.
     """
-    _install("mp_set_interpreter", _InterpretFn, function)
-    _install("mp_set_conv_interpreter", _InterpretConvFn, conv)
+    _install("mp_set_interpreter", InterpretFn, function)
+    _install("mp_set_conv_interpreter", InterpretConvFn, conv)
 
 
 def _install(setter: str, kind: Any, function: Callable[..., None] | None) -> None:

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define MP_API_VERSION 4
+#define MP_API_VERSION 5
 #define MP_PACK_VERSION 6
 
 typedef enum mp_status {
