@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import moonpoly_ort
@@ -77,7 +78,7 @@ def nodes_table(report: Any) -> Table:
         groups[entry.op_type, outcome].append(entry.name or entry.output)
     result = table("Nodes", "op", "count", "outcome", "nodes", right=("count",))
     for (op, outcome), names in groups.items():
-        result.add_row(op, str(len(names)), outcome, ", ".join(names))
+        result.add_row(op, str(len(names)), escape(outcome), escape(", ".join(names)))
     return result
 
 
