@@ -2,8 +2,7 @@
 
 Where MultiHeadAttention of com.microsoft has a mask, ONNX Runtime's CUDA provider takes its
 memory-efficient kernel only if the tokens are a multiple of 8 (16 in fp32). For all other lengths
-attention is unfused, on rows of scores that no vector load fits: 40% of the GPU's time of a
-BERT-base in fp32, at 8 x 250.
+attention is unfused, on rows of scores that no vector load fits, written and read three times.
 
 Whatever else an encoder does, it does to each token alone. So tokens are added once, in front of
 all that attention depends on, and taken off where something else reads a value that has them. An
