@@ -50,12 +50,11 @@ class ActivationFusion(Fusion):
                 missed = missed or NearMiss(nodes[-1], refusal, inner=nodes[:-1])
                 continue
             wanted = dataclasses.replace(operator, activation=form.activation)
-            names = ACTIVATIONS[form.activation].parameters
             return Fused(
                 wanted,
                 product.inputs,
                 absorbed=nodes,
-                attributes=dict(zip(names, form.parameters, strict=True)),
+                attributes=form.attributes,
             )
         return missed if known else expression.unknown()
 

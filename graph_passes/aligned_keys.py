@@ -22,14 +22,12 @@ from . import multi_head_attention
 from .edited_graph import EditedGraph, edit
 from .multi_head_attention import (
     ATTENTION_BIAS,
-    CAUSAL,
     KEY,
     MULTIPLES,
     PADDING_MASK,
     PAST_KEY,
     VALUE,
 )
-from .tree import attributes_of
 
 _OPSET = 15  # the first whose Shape takes a part of the axes
 
@@ -48,15 +46,6 @@ def is_exposed(model: onnx.ModelProto) -> bool:
     """Whether memory-efficient attention may fail for a node of the main graph."""
     graph = EditedGraph(model)
     return any(_is_exposed(graph, node) for node in graph.nodes)
-
-
-def _may_be_padded(node: onnx.NodeProto) -> bool:
-    """Whether a node gives nothing but its result, and counts no keys from their end.
-
-    As a causal mask that is no operand does, in ONNX Runtime's kernels for CUDA.
-    """
-    causal = attributes_of(node).get(CAUSAL)
-    return len(node.input) == ATTENTION_BIAS + 1 and len(node.output) == 1 and not causal
 
 
 def _is_exposed(graph: EditedGraph, node: onnx.NodeProto) -> bool:
@@ -93,7 +82,7 @@ class _Padding:
     made: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def pad(self, node: onnx.NodeProto) -> int:
-        if not _is_exposed(self.graph, node) or not _may_be_padded(node):
+        if not _is_exposed(self.graph, node) or not multi_head_attention.may_be_padded(node):
             return 0
         operands = list(node.input)
         element = self.graph.element_type(operands[KEY])
@@ -109,10 +98,8 @@ class _Padding:
     def _columns(self, mask: str, element: int, node: onnx.NodeProto) -> str:
         """The mask with columns of -inf."""
         graph = self.graph
-        multiple = graph.add_constant(np.array([MULTIPLES[element]], np.int64), f"{mask}_multiple")
         total = graph.insert(node, "Shape", [mask], f"{mask}_keys", start=3)
-        negative = graph.insert(node, "Neg", [total], f"{mask}_keys_negative")
-        left = graph.insert(node, "Mod", [negative, multiple], f"{mask}_missing")
+        left = graph.insert_missing(node, total, MULTIPLES[element], mask)
         self.made[mask, "missing"] = left
         before = graph.insert(node, "Shape", [mask], f"{mask}_before", end=3)
         stem = f"{mask}_missing_columns"

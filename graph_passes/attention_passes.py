@@ -86,14 +86,17 @@ def apply(
         disable: The names of passes to leave out.
     """
     counts = {}
+    before = set(map(_identity, model.graph.node))
     for name, run in passes:
         if name in disable:
             continue
-        before = set(map(_identity, model.graph.node))
         counts[name] = run(model)
-        for node in model.graph.node if counts[name] else ():
-            if _identity(node) not in before:
-                stamp(node, name)
+        if counts[name]:
+            after = [(_identity(node), node) for node in model.graph.node]
+            for identity, node in after:
+                if identity not in before:
+                    stamp(node, name)
+            before = {identity for identity, _ in after}
     log.info("passes over attention: %s", counts)
     return counts
 

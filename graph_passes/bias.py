@@ -40,7 +40,7 @@ class BiasFusion(Fusion):
             return None
         if is_gelu and node.input[0] != product.output:
             return None
-        addend = node.input[list(node.input).index(product.output) ^ 1]
+        addend = product.beside(node)
         if not addend or addend == product.output:  # a product added to itself
             return None
         if refusal := _refuse_place(product):

@@ -30,6 +30,7 @@ from .rule import (
 )
 from .scale import refuse_factor
 from .stand_ins import CONTRIB, TRANSPOSED
+from .transpose import exchanged
 
 _FUSED = ("Relu", "LeakyRelu", "Clip", "Sigmoid", "Tanh", "HardSigmoid")
 """Activations of FusedGemm and FusedConv that there are operators for."""
@@ -54,20 +55,18 @@ class FusedMatMulRule(Rule):
             if attributes.get(name):
                 return Refusal(Reason.RANK_UNSUPPORTED, f"{name} is 1; no product of ours has it")
         turned, alpha = _is_turned(attributes), attributes.get("alpha", 1.0)
-        if not turned and alpha != 1.0:
-            return None if _is_rank_2([view]) else _refuse_scaled(alpha, scope)
-        least = 2
         for name, value in zip("AB", view.inputs if turned else (), strict=False):
             shape = None if value is None else value.shape
             if shape is None:
                 return Refusal(Reason.RANK_UNKNOWN, f"transposed, and {name} has no known rank")
-            if len(shape) < least or (len(shape) > least and attributes.get("transA")):
+            if len(shape) < 2 or (len(shape) > 2 and attributes.get("transA")):
                 return Refusal(
                     Reason.RANK_UNSUPPORTED,
                     f"transposed, and {name} is {shape}; 2 dimensions are supported, or more where "
                     "only B is transposed",
                 )
-        return None if not turned or _is_rank_2([view]) else _refuse_scaled(alpha, scope)
+        is_plain = not turned and alpha == 1.0
+        return None if is_plain or _is_rank_2([view]) else _refuse_scaled(alpha, scope)
 
     def check(self, node: ir.Node, scope: Scope) -> Refusal | None:
         transposed = [flags for flags, name in TRANSPOSED.items() if name == node.op_type]
@@ -105,9 +104,7 @@ class FusedMatMulRule(Rule):
         if _is_turned(attributes) and not _is_rank_2(views):
             (rank,) = _ranks_of_b(views)
             node.op_type = "MatMulTransposed"
-            perm = [*range(rank - 2), rank - 1, rank - 2]
-            node.attribute.append(onnx.helper.make_attribute("perm", perm))
-            _set(node, {"alpha": alpha})
+            _set(node, {"perm": exchanged(range(rank)), "alpha": alpha})
         elif _is_turned(attributes) or (alpha != 1.0 and _is_rank_2(views)):
             node.op_type = "Gemm"
             flags = {flag: int(bool(attributes.get(flag))) for flag in ("transA", "transB")}
@@ -244,6 +241,6 @@ def _refuse_scaled(alpha: float, scope: Scope) -> Refusal | None:
     return refuse_factor(alpha)
 
 
-def _set(node: onnx.NodeProto, attributes: Mapping[str, float | int]) -> None:
+def _set(node: onnx.NodeProto, attributes: Mapping[str, float | Sequence[int]]) -> None:
     for name, value in attributes.items():
         node.attribute.append(onnx.helper.make_attribute(name, value))

@@ -194,6 +194,12 @@ class EditedGraph:
         value = numpy_helper.from_array(filling)
         return self.insert(before, "ConstantOfShape", [shape], stem, value=value)
 
+    def insert_missing(self, before: onnx.NodeProto, size: str, multiple: int, stem: str) -> str:
+        """Makes what a vector of one size lacks to a multiple."""
+        sizes = self.add_constant(np.array([multiple], np.int64), f"{stem}_multiple")
+        negative = self.insert(before, "Neg", [size], f"{stem}_negative")
+        return self.insert(before, "Mod", [negative, sizes], f"{stem}_missing")
+
     def insert_for(
         self,
         place: onnx.NodeProto,

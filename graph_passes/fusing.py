@@ -182,7 +182,7 @@ class Graph:
         fused.output[0] = last.output[0]
         for foreign in [a for a in fused.attribute if a.name not in found.operator.attributes]:
             fused.attribute.remove(foreign)
-        for name, value in {**found.attributes, **found.lists}.items():
+        for name, value in found.attributes.items():
             for stale in [a for a in fused.attribute if a.name == name]:
                 fused.attribute.remove(stale)
             fused.attribute.append(onnx.helper.make_attribute(name, value))

@@ -52,8 +52,7 @@ class Fused:
             of the input that this becomes.
         absorbed: The nodes that go, in the order of the graph; the last one gives the output.
             Empty where nothing behind the product changes.
-        attributes: Floats and ints to set on it.
-        lists: Lists of ints to set on it.
+        attributes: Floats, ints and lists of ints to set on it.
         changes: Nodes that stay, and what they become.
         concerns: The node to report where none is absorbed.
     """
@@ -63,8 +62,7 @@ class Fused:
     absorbed: Sequence[onnx.NodeProto] = ()
     constants: Mapping[int, NewConstant] = dataclasses.field(default_factory=dict)
     alternating: Mapping[int, tuple[Columns, Columns]] = dataclasses.field(default_factory=dict)
-    attributes: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
-    lists: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
+    attributes: Mapping[str, float | Sequence[int]] = dataclasses.field(default_factory=dict)
     changes: Sequence[tuple[onnx.NodeProto, onnx.NodeProto]] = ()
     concerns: onnx.NodeProto | None = None
 
@@ -171,6 +169,10 @@ class Product:
         """The first node of some operators that reads the output, in the same graph."""
         readers = self.readers(self.output)
         return next((node for node in readers if node.op_type in op_types), None)
+
+    def beside(self, node: onnx.NodeProto) -> str:
+        """What a reader of two inputs reads beside the output; the output, if it reads it twice."""
+        return str(node.input[list(node.input).index(self.output) ^ 1])
 
     def refuse_readers(self, *values: str, by: Sequence[onnx.NodeProto]) -> Refusal | None:
         """Values that go must be read by the nodes that go, and by nothing else."""

@@ -45,7 +45,7 @@ class GatedFusion(Fusion):
             return None
         if not product.is_standard(node) or len(node.input) != 2:
             return None
-        partner = product.neighbour(node.input[list(node.input).index(product.output) ^ 1])
+        partner = product.neighbour(product.beside(node))
         if partner is None or partner.node is product.node:
             return None
         pair = _paired(product, partner)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from .fusion import Product
+from .operators import ACTIVATIONS
 from .polynomial import Atom, Terms, X, add, close, constant, multiply, value_of, variable
 from .tree import attributes_of
 
@@ -31,6 +32,12 @@ class Form:
 
     activation: str
     parameters: tuple[float, ...] = ()
+
+    @property
+    def attributes(self) -> dict[str, float]:
+        """The parameters as attributes of an operator."""
+        names = ACTIVATIONS[self.activation].parameters
+        return dict(zip(names, self.parameters, strict=True))
 
 
 def evaluate(

@@ -29,17 +29,18 @@ class OffsetFusion(Fusion):
             return None
         if len(node.input) != 2:
             return None
-        addend = node.input[list(node.input).index(product.output) ^ 1]
+        addend = product.beside(node)
         offset = _offset(product, addend)
         if offset is None:
             return None
+        bias = product.operand(2) if len(product.inputs) > 2 else ""
         refusal = product.refuse_readers(product.output, by=[node])
-        found = refusal or _sum(product, offset)
+        found = refusal or _sum(product, bias, offset)
         if isinstance(found, Refusal):
             return NearMiss(node, found)
         return Fused(
             Operator(product.operator.standard),
-            [*product.inputs[:2], product.operand(2) if len(product.inputs) > 2 else ""],
+            [*product.inputs[:2], bias],
             constants={2: NewConstant(f"{node.output[0]}/bias", found)},
             absorbed=[node],
         )
@@ -56,15 +57,14 @@ def _offset(product: Product, addend: str) -> Array | None:
     return found.astype(np.float64) if isinstance(found, np.ndarray) else None
 
 
-def _sum(product: Product, offset: Array) -> Array | Refusal:
-    """The new B."""
-    name = product.operand(2) if len(product.inputs) > 2 else ""
-    if name and not product.is_constant(name):
-        return Refusal(Reason.NOT_CONSTANT, f"{name!r} is not a constant")
-    if name:
-        old = product.constant(name)
+def _sum(product: Product, bias: str, offset: Array) -> Array | Refusal:
+    """The new B, of the old one if there is one."""
+    if bias:
+        if not product.is_constant(bias):
+            return Refusal(Reason.NOT_CONSTANT, f"{bias!r} is not a constant")
+        old = product.constant(bias)
         if old is None or old.dtype not in FLOATS or old.ndim != 1:
-            return Refusal(Reason.INVALID, f"{name!r} is no vector")
+            return Refusal(Reason.INVALID, f"{bias!r} is no vector")
     else:
         sizes = {shape[1] for shape in product.shapes(product.output) or ()}
         dtypes = {view.dtype for view in product.types(product.output)}

@@ -15,7 +15,7 @@ from .activation import Expression
 from .fusion import Fused, Fusion, NearMiss, NewConstant, Product
 from .gated import GATED, alternating
 from .known_forms import Form
-from .operators import ACTIVATIONS, Operator
+from .operators import Operator
 from .report import Reason, Refusal
 from .tree import Columns, attributes_of
 
@@ -153,13 +153,11 @@ def _fused(
             biases = {2: alternating(product.operand(2), parts[gate], parts[1 - gate])}
     if refusal is not None:
         return NearMiss(node, refusal)
-    activation = form.activation if form else ""
-    names = ACTIVATIONS[activation].parameters if activation else ()
     return Fused(
-        Operator(GATED[product.operator.base], activation),
+        Operator(GATED[product.operator.base], form.activation if form else ""),
         product.inputs,
         absorbed=[*halves.nodes, *nodes, node],
         constants=biases,
         alternating={1: (weights[0], weights[1])},
-        attributes=dict(zip(names, form.parameters if form else (), strict=True)),
+        attributes=form.attributes if form else {},
     )

@@ -26,7 +26,6 @@ from .edited_graph import EditedGraph
 from .multi_head_attention import (
     ATTENTION_BIAS,
     BIAS,
-    CAUSAL,
     KEY,
     MULTIPLES,
     PADDING_MASK,
@@ -34,7 +33,6 @@ from .multi_head_attention import (
     VALUE,
 )
 from .token_wise import PACKED_RANK, TokenWise
-from .tree import attributes_of
 
 _OPSET = 15  # the first whose Shape takes a part of the axes
 _RANK = 3  # of what is padded: [batch, tokens, columns]
@@ -65,9 +63,8 @@ def pad(model: onnx.ModelProto) -> int:
 
 def _tokens(graph: EditedGraph, node: onnx.NodeProto) -> str:
     """The name of the dimension that an attention node could be padded along; empty if none."""
-    if not multi_head_attention.is_attention(node) or attributes_of(node).get(CAUSAL):
-        return ""
-    if len(node.input) != ATTENTION_BIAS + 1 or len(node.output) != 1 or node.input[PADDING_MASK]:
+    known = multi_head_attention.is_attention(node) and multi_head_attention.may_be_padded(node)
+    if not known or node.input[PADDING_MASK]:
         return ""
     if node.input[BIAS] and node.input[BIAS] not in graph.initializers:
         return ""
@@ -189,9 +186,7 @@ class _Padding:
         multiple = max(MULTIPLES[graph.element_type(mask)] for mask in masks)
         stem = f"{source}{_PADDED}"
         length = graph.insert(first, "Shape", [source], f"{stem}_length", start=1, end=2)
-        negative = graph.insert(first, "Neg", [length], f"{stem}_negative")
-        sizes = graph.add_constant(np.array([multiple], np.int64), f"{stem}_multiple")
-        missing = graph.insert(first, "Mod", [negative, sizes], f"{stem}_missing")
+        missing = graph.insert_missing(first, length, multiple, stem)
         pads = self._pads(first, missing, 1, _RANK, stem)
         name = self._new_dimension()
         for value, reader in encoder.sources.items():

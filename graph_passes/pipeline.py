@@ -80,8 +80,8 @@ def select(rules: Iterable[str] | None, disable: Iterable[str]) -> frozenset[str
     Raises:
         ProblemError: A name is not that of a rule.
     """
-    wanted = set(_NAMES if rules is None else _names(rules))
-    unwanted = set(_names(disable))
+    wanted = set(_NAMES if rules is None else names(rules))
+    unwanted = set(names(disable))
     if unknown := sorted((wanted | unwanted.difference(attention_passes.NAMES)) - set(_NAMES)):
         raise ProblemError(
             f"Unknown rules: {', '.join(unknown)}. The rules are: {', '.join(_NAMES)}; "
@@ -96,8 +96,9 @@ def described() -> list[tuple[str, str, str]]:
     return [(rule.name, rule.op_type, rule.transformation) for rule in rules]
 
 
-def _names(names: Iterable[str]) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
+def names(given: Iterable[str]) -> list[str]:
+    """Those of `rules=` and `disable=`, which may be one alone."""
+    return [given] if isinstance(given, str) else list(given)
 
 
 def apply(

@@ -23,7 +23,7 @@ class ResidualFusion(Fusion):
         operator = product.operator
         if node is None or len(node.input) != 2 or not product.is_standard(node):
             return None
-        residual = node.input[list(node.input).index(product.output) ^ 1]
+        residual = product.beside(node)
         if node.op_type == "Mul":
             if not product.settled:  # R may be another product, which has yet to get its activation
                 return None

@@ -101,16 +101,14 @@ def _by_perm(product: Product, transpose: onnx.NodeProto) -> Fused | Refusal | N
     referring = [a.name for a in (alpha, *transpose.attribute) if a and a.ref_attr_name]
     if referring:
         return Refusal(Reason.UNBOUND_ATTRIBUTE, f"{referring[0]} differs from call to call")
-    perm = next((list(a.ints) for a in transpose.attribute if a.name == "perm"), [])
-    if rank is None or rank < 2 or (perm and sorted(perm) != list(range(rank))):
+    perm = _perm(transpose, rank or 0)
+    if rank is None or rank < 2 or sorted(perm) != list(range(rank)):
         return Refusal(Reason.RANK_UNKNOWN, "the rank of the transposed operand is not known")
-    perm = perm or list(range(rank))[::-1]
-    swap = [*range(rank - 2), rank - 1, rank - 2]
+    swap = exchanged(range(rank))
     fused = Fused(
         Operator("MatMulTransposed"),
         [product.operand(0), transpose.input[0]],
-        attributes={"alpha": 1.0 if alpha is None else alpha.f},
-        lists={"perm": swap},
+        attributes={"alpha": 1.0 if alpha is None else alpha.f, "perm": swap},
         concerns=transpose,
     )
     if _undoes(product, perm, transpose.input[0]):
@@ -129,7 +127,7 @@ def _by_perm(product: Product, transpose: onnx.NodeProto) -> Fused | Refusal | N
     rows.CopyFrom(transpose)
     rows.output[0] = product.new_name(f"{transpose.output[0]}/rows")
     del rows.attribute[:]
-    rows.attribute.append(onnx.helper.make_attribute("perm", _exchanged(perm)))
+    rows.attribute.append(onnx.helper.make_attribute("perm", exchanged(perm)))
     return dataclasses.replace(
         fused, inputs=[product.operand(0), rows.output[0]], changes=[(transpose, rows)]
     )
@@ -140,10 +138,16 @@ def _undoes(product: Product, perm: Sequence[int], value: str) -> bool:
     first = product.producer(value)
     if first is None or first.op_type != "Transpose" or not product.is_standard(first):
         return False
-    given = next((list(a.ints) for a in first.attribute if a.name == "perm"), None)
-    earlier = list(range(len(perm)))[::-1] if given is None else given
+    earlier = _perm(first, len(perm))
     return len(earlier) == len(perm) and [earlier[axis] for axis in perm] == sorted(perm)
 
 
-def _exchanged(perm: Sequence[int]) -> list[int]:
+def _perm(transpose: onnx.NodeProto, rank: int) -> list[int]:
+    """That of a Transpose of so many axes: all in reverse, where it says nothing."""
+    given = next((list(a.ints) for a in transpose.attribute if a.name == "perm"), [])
+    return given or list(range(rank))[::-1]
+
+
+def exchanged(perm: Sequence[int]) -> list[int]:
+    """A permutation with its last two axes in each other's place."""
     return [*perm[:-2], perm[-1], perm[-2]]

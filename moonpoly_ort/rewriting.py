@@ -127,7 +127,7 @@ def rewrite(
         ProblemError: A name in `rules` or `disable` is not that of a rule.
         TypeError: `model` is of another type.
     """
-    unwanted = [disable] if isinstance(disable, str) else list(disable)
+    unwanted = pipeline.names(disable)
     enabled = pipeline.select(rules, unwanted)
     source = optimizing.optimized(model_files.read(model, base_dir), optimize, unwanted)
     report = pipeline.apply(source.light, source, static=static, enabled=enabled)

@@ -309,12 +309,13 @@ class _Ready(NamedTuple):
 
 def _rules(names: Iterable[str]) -> tuple[str, ...]:
     """The names of rules; one that is none is an error before anything is read."""
-    given = (names,) if isinstance(names, str) else tuple(names)
-    if given:
-        from .graph_passes import pipeline
+    if not names:  # as ever: nothing has to be imported for it
+        return ()
+    from .graph_passes import pipeline
 
-        pipeline.select(None, given)
-    return given
+    given = pipeline.names(names)
+    pipeline.select(None, given)
+    return tuple(given)
 
 
 def _rewritten(

@@ -84,11 +84,11 @@ def _architectures(given: list[str]) -> list[int]:
     from .. import native, packs
 
     supported = packs.supported_architectures()
+    accepted = ", ".join(f"sm_{sm}" for sm in supported)
     if not given:
         if not native.device_count():
             raise ArgumentError(
-                "there is no GPU here to build for: give --arch, one of "
-                f"{', '.join(f'sm_{sm}' for sm in supported)}, or --arch all"
+                f"there is no GPU here to build for: give --arch, one of {accepted}, or --arch all"
             )
         return [native.device_query(0).sm]
     if given == ["all"]:
@@ -96,7 +96,6 @@ def _architectures(given: list[str]) -> list[int]:
     wanted = []
     for text in given:
         match = re.fullmatch(r"sm_?(\d+)", text)
-        accepted = ", ".join(f"sm_{sm}" for sm in supported)
         if not match:
             raise ArgumentError(
                 f"--arch {text} is no architecture; accepted: {accepted}, or all (alone)"

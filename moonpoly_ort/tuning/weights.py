@@ -58,10 +58,8 @@ def weights(model: str | os.PathLike[str] | ModelProto, ieee: bool = False) -> W
             layers[_layer(number, op == "ConvTranspose", dims, attributes)] = None
         elif len(dims) == 2:
             turned = BASES[OPERATORS[node.op_type].base].turned
-            trans_a, trans_b = (
-                bool(attributes.get("transA")),
-                turned or bool(attributes.get("transB")),
-            )
+            trans_a = bool(attributes.get("transA"))
+            trans_b = bool(attributes.get("transB", turned))
             k, n = dims[::-1] if trans_b else dims
             matrices[number, "nt"[trans_a] + "nt"[trans_b], n, k] = None
     if not (matrices or layers):

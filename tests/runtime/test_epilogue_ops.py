@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import interpreted
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 import reference
@@ -59,16 +59,7 @@ def session(
     )  # fmt: skip
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.moonpoly", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
-    return session_of(pack, model)
-
-
-def session_of(pack: Path, model: onnx.ModelProto) -> ort.InferenceSession:
-    so = ort.SessionOptions()
-    so.log_severity_level = 4
-    so.add_session_config_entry("moonpoly.backend", "interpreter")
-    so.add_session_config_entry("moonpoly.pack", str(pack))
-    so.register_custom_ops_library(str(native.library_path()))
-    return ort.InferenceSession(model.SerializeToString(), so, providers=["CPUExecutionProvider"])
+    return interpreted.session(model, interpreted.options(pack))
 
 
 def run(s: ort.InferenceSession, inputs: Sequence[Array | None]) -> Array:

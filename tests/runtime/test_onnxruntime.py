@@ -17,6 +17,7 @@ import pytest
 import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import options, session
 from onnx import TensorProto, helper
 
 from moonpoly_ort import native
@@ -43,15 +44,6 @@ def interpreter() -> Iterator[None]:
     native.set_interpreter(None)
 
 
-def options(pack: Path, **config: str) -> ort.SessionOptions:
-    so = ort.SessionOptions()
-    so.log_severity_level = 4
-    entries = {"moonpoly.backend": "interpreter", "moonpoly.pack": str(pack)}
-    for key, value in (entries | {f"moonpoly.{k}": v for k, v in config.items()}).items():
-        so.add_session_config_entry(key, value)
-    return so
-
-
 def node_model(
     op: str, inputs: Sequence[Array | None], domain: str = "ai.moonpoly", **attributes: object
 ) -> onnx.ModelProto:
@@ -66,12 +58,6 @@ def node_model(
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.moonpoly", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=8)
-
-
-def session(model: onnx.ModelProto, so: ort.SessionOptions | None) -> ort.InferenceSession:
-    if so is not None:
-        so.register_custom_ops_library(str(native.library_path()))
-    return ort.InferenceSession(model.SerializeToString(), so, providers=["CPUExecutionProvider"])
 
 
 def run(s: ort.InferenceSession, inputs: Sequence[Array | None]) -> Array:

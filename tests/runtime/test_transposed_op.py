@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import interpreted
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -52,13 +53,7 @@ def model(
 
 
 def session(pack: Path, proto: onnx.ModelProto) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.add_session_config_entry("moonpoly.backend", "interpreter")
-    options.add_session_config_entry("moonpoly.pack", str(pack))
-    options.register_custom_ops_library(str(native.library_path()))
-    providers = ["CPUExecutionProvider"]
-    return ort.InferenceSession(proto.SerializeToString(), options, providers=providers)
+    return interpreted.session(proto, interpreted.options(pack))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
